@@ -1,0 +1,52 @@
+# demo: one answer from a fresh clone.   test: the test suite.   check: only looks.   fix: repairs what check can repair.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+INSTALL := DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+TYPED := -p memplan.hardware -p memplan.models -p memplan.planner -p memplan.validator \
+	-m memplan -m memplan.__main__ -m memplan.errors -m memplan.units
+
+.PHONY: help demo test check fix clean
+
+help:
+	@sed -n '1s/^# //p' Makefile
+
+demo: $(VENV)/.plain
+	@$(BIN)/memplan fit meta-llama/Llama-3.1-8B --gpu rtx-4090 --micro-batch 1 --seq 2048; \
+	code=$$?; if [ $$code -gt 1 ]; then exit $$code; fi # 1 says that it does not fit, which is an answer
+
+test: $(VENV)/.test
+	$(BIN)/python -m pytest -n 2
+
+# mypy takes the folder's name for the package's, so that it reads the package through a link of the right name.
+check: $(VENV)/.dev build/types/memplan
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	cd build/types && $(abspath $(BIN))/mypy --config-file ../../pyproject.toml $(TYPED)
+	$(BIN)/lint-imports
+
+fix: $(VENV)/.dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+
+build/types/memplan:
+	mkdir -p build/types
+	ln -sfn ../.. $@
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.plain: pyproject.toml constraints.txt | $(BIN)/python
+	$(INSTALL) --editable .
+	@touch $@
+
+$(VENV)/.test: pyproject.toml constraints.txt | $(BIN)/python
+	$(INSTALL) --editable '.[test]'
+	@touch $@ $(VENV)/.plain
+
+$(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
+	$(INSTALL) --editable '.[dev]'
+	@touch $@ $(VENV)/.test $(VENV)/.plain

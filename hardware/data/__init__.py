@@ -1,0 +1,1 @@
+"""The catalogue: GPUs, their other names, nodes and links, each figure with its source."""

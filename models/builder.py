@@ -1,0 +1,344 @@
+"""`build`: a `ModelSpec` becomes a module with random weights, an example batch and a step.
+
+The same call serves the tracer (under FakeTensorMode: no memory is touched) and a real run. No weights are read or fetched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ..errors import UserError
+from . import batch as batches
+from . import factory, tasks
+from .spec import FactoryRef, ModelSpec
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+ATTENTIONS = ("sdpa", "eager", "flash_attention_2")
+
+
+class MakeBatch(Protocol):
+    def __call__(
+        self, batch_size: int, seq_len: int, *, target_len: int | None = None, image_size: int | None = None
+    ) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuiltModel:
+    """A module ready to train.
+
+    `make_batch(batch_size, seq_len)` gives the keyword arguments of one step, labels included, made with plain torch calls.
+    `step(module, batch)` runs the forward pass and returns the loss, a scalar tensor.
+    `attention` is what the module was really built with; `notes` says what differs from what was asked.
+    """
+
+    module: nn.Module
+    make_batch: MakeBatch
+    step: Callable[[nn.Module, Mapping[str, Any]], Tensor]
+    attention: str
+    notes: list[str] = field(default_factory=list)
+
+
+def build(spec: ModelSpec, *, dtype: torch.dtype, attention: str = "sdpa") -> BuiltModel:
+    """Makes `spec`'s module with parameters in `dtype`, on the default device, in train mode.
+
+    `attention`: sdpa | eager | flash_attention_2; where the model (or this machine) cannot, another is taken and noted.
+    Raises UserError for a config that the family refuses and for a factory that fails.
+    """
+    if attention not in ATTENTIONS:
+        raise UserError(f"attention: {attention!r} is not known", f"Choose one of {', '.join(ATTENTIONS)}")
+    if spec.factory is not None:
+        return _from_factory(spec, spec.factory, dtype, attention)
+    return _from_config(spec, dtype, attention)
+
+
+def _from_config(spec: ModelSpec, dtype: torch.dtype, attention: str) -> BuiltModel:
+    notes = list(spec.notes)
+    config = make_config(spec)
+    if spec.task == "seq-classification" and _pad_token_id(config) is None:
+        text = config.get_text_config()
+        config.pad_token_id = text.pad_token_id = 0  # without one, a decoder classifies batches of one sample only
+        notes.append("pad_token_id is set to 0: a decoder needs one to find each sequence's last token")
+    if spec.task == "seq-classification" and config.problem_type is None:
+        # what transformers concludes from the first labels that it sees
+        config.problem_type = "regression" if config.num_labels == 1 else "single_label_classification"
+    if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = next(
+            (i for i in (_pad_token_id(config), getattr(config, "bos_token_id", None)) if i is not None), 0
+        )
+    for key in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop"):
+        if getattr(config, key, 0):
+            setattr(config, key, 0.0)
+            notes.append(f"{key} is 0: a step that happens to skip no layer is the one that must fit")
+    if spec.task == "ctc" and getattr(config, "apply_spec_augment", False):
+        config.apply_spec_augment = False
+        notes.append("SpecAugment is off: where it masks depends on random values, and it keeps next to nothing")
+    cls = model_class(spec, config)
+    module, used = _instantiate(cls, config, dtype, attention, notes)
+    _untie_head(module, spec)
+    _restore_fp32(module, dtype)
+    if spec.task == "causal-lm" and getattr(module, "loss_type", "") is None:
+        module.loss_type = "ForCausalLM"  # what transformers takes anyway (GPT2LMHeadModel), without its warning
+    module.train()
+    count = num_params(module)
+    if spec.num_params is not None and spec.num_params != count and spec.source != "catalogue":
+        notes.append(f"the weights' index states {spec.num_params:,} parameters, the config builds {count:,}")
+    inputs = batches.Inputs(config=config, task=spec.task, module=module, dtype=dtype)
+    notes += inputs.notes
+    return BuiltModel(module=module, make_batch=inputs.make, step=inputs.step, attention=used, notes=notes)
+
+
+def num_params(module: nn.Module) -> int:
+    """Parameters of `module`, a tied weight counted once."""
+    return sum(p.numel() for p in module.parameters())
+
+
+def make_config(spec: ModelSpec) -> Any:
+    """transformers' config object of `spec`; UserError where the family refuses a value."""
+    from transformers import AutoConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    values = copy.deepcopy(spec.config or {})
+    for key in ("quantization_config", "torch_dtype", "dtype", "transformers_version", "_name_or_path", "_attn_implementation"):
+        values.pop(key, None)  # how the checkpoint is stored; the run decides that itself
+    model_type = values.pop("model_type", None)
+    try:
+        with _quiet():
+            if spec.trust_remote_code and spec.folder is not None and "auto_map" in values:
+                return AutoConfig.from_pretrained(spec.folder, trust_remote_code=True, **values)
+            return CONFIG_MAPPING[model_type].from_dict({**values, "model_type": model_type})
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(
+            f"{spec.name}: transformers refuses the config: {_line(error)}", "Change the value with --set"
+        ) from error
+
+
+def model_class(spec: ModelSpec, config: Any) -> Any:
+    """The class that `from_config` / `_from_config` is called on: the task's auto class, or the class that the config names."""
+    import transformers
+
+    named = [getattr(transformers, name, None) for name in (getattr(config, "architectures", None) or [])]
+    if spec.task == "auto":
+        return next((cls for cls in named if cls is not None), transformers.AutoModel)
+    auto = getattr(transformers, tasks.AUTO_CLASS[spec.task])
+    remote = spec.trust_remote_code and auto.__name__ in (getattr(config, "auto_map", None) or {})
+    if not remote and type(config) not in auto._model_mapping:
+        heads = {task: getattr(transformers, name)._model_mapping for task, name in tasks.AUTO_CLASS.items() if task != "auto"}
+        able = [task for task, mapping in heads.items() if type(config) in mapping]
+        raise UserError(f"task: transformers has no {spec.task} head for {spec.model_type}",
+                        f"Choose one of {', '.join([*able, 'auto'])}")  # fmt: skip
+    return auto
+
+
+def _instantiate(cls: Any, config: Any, dtype: torch.dtype, attention: str, notes: list[str]) -> tuple[Any, str]:
+    make = cls.from_config if hasattr(cls, "from_config") else cls._from_config
+    refused: list[str] = []
+    for choice in dict.fromkeys((attention, "sdpa", "eager")):
+        try:
+            with _quiet(), _without_values() as valueless:
+                arguments = {"attn_implementation": choice, "dtype": dtype}
+                module = _make(make, copy.deepcopy(config), arguments)
+                if valueless:
+                    module.tie_weights()  # part of the initialisation that was left out
+        except (ValueError, ImportError) as error:
+            if choice == "eager" or not _is_about_attention(error):
+                raise _refused(config, error) from error
+            missing = isinstance(error, ImportError)
+            refused.append(f"{choice} is not installed here" if missing else f"{config.model_type} does not support {choice}")
+            continue
+        except Exception as error:
+            raise _refused(config, error) from error
+        if refused and _has_attention(config):
+            notes.append(f"attention: {' and '.join(refused)}, so it is built with {choice}")
+        return module, choice
+    raise AssertionError("eager attention always returns or raises")
+
+
+def _make(make: Callable[..., Any], config: Any, arguments: Mapping[str, Any]) -> Any:
+    """`make(config)`; a constructor that reads values (ConvNeXt's `linspace(..).tolist()`) runs on meta, not in a fake mode."""
+    import torch
+    from torch._subclasses.fake_tensor import DataDependentOutputException, unset_fake_temporarily
+
+    try:
+        return make(config, **arguments)
+    except DataDependentOutputException:
+        device = torch.empty(0).device
+        with unset_fake_temporarily(), torch.device("meta"):
+            module = make(copy.deepcopy(config), **arguments)
+    replaced: dict[int, Any] = {}  # by identity, so that tied weights stay tied
+    for part in module.modules():
+        for tensors in (part._parameters, part._buffers):
+            for name, old in tensors.items():
+                if old is None:
+                    continue
+                if id(old) not in replaced:
+                    new = torch.empty_strided(old.shape, old.stride(), dtype=old.dtype, device=device)
+                    parameter = isinstance(old, torch.nn.Parameter)
+                    replaced[id(old)] = torch.nn.Parameter(new, requires_grad=old.requires_grad) if parameter else new
+                tensors[name] = replaced[id(old)]
+    return module
+
+
+def _refused(config: Any, error: Exception) -> UserError:
+    return UserError(f"{config.model_type}: the model cannot be built from its config: {type(error).__name__}: {_line(error)}",
+                     "Check the sizes that were --set (heads must divide the hidden size, and so on)")  # fmt: skip
+
+
+def _has_attention(config: Any) -> bool:
+    """False for a convolutional network, to which eager or sdpa make no difference."""
+    text = config.get_text_config()
+    return any(getattr(text, key, None) for key in ("num_attention_heads", "num_heads", "n_heads", "n_head"))
+
+
+def _is_about_attention(error: Exception) -> bool:
+    text = str(error).lower()
+    return "attention" in text or "flash" in text or "attn" in text
+
+
+def _untie_head(module: Any, spec: ModelSpec) -> None:
+    """Gives T5 v1.1, Flan-T5 and mT5 the separate head that their checkpoints hold.
+
+    transformers 5 ties the head of these families when it builds them, whatever `tie_word_embeddings` says, and leaves it
+    untied only when the checkpoint has both weights (`tie_weights(missing_keys=...)`): what is trained has its own head.
+    """
+    import torch
+
+    head = getattr(module, "lm_head", None)
+    wants_own = (spec.config or {}).get("tie_word_embeddings") is False and spec.model_type in ("t5", "mt5", "umt5")
+    if wants_own and head is not None and head.weight is module.get_input_embeddings().weight:
+        head.weight = torch.nn.Parameter(head.weight.detach().clone())
+
+
+def _restore_fp32(module: Any, dtype: torch.dtype) -> None:
+    """Puts back in fp32 what `from_pretrained` keeps there for 16-bit weights (T5's `wo`, some routers and norms)."""
+    import torch
+
+    names = set(getattr(module, "_keep_in_fp32_modules_strict", None) or [])
+    if dtype == torch.float16:
+        names |= set(getattr(module, "_keep_in_fp32_modules", None) or [])
+    if not names or dtype not in (torch.float16, torch.bfloat16):
+        return
+    pattern = re.compile("|".join(name.replace("*", ".*") for name in names))  # searched, as from_pretrained does
+    for fqn, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if tensor.is_floating_point() and pattern.search(fqn):
+            tensor.data = tensor.data.to(torch.float32)
+
+
+def _pad_token_id(config: Any) -> int | None:
+    return getattr(config, "pad_token_id", None)
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__
+
+
+@contextlib.contextmanager
+def _without_values() -> Iterator[bool]:
+    """Leaves the weights' initialisation out where tensors hold no values (fake, meta): some of its ops would read them."""
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensor
+    from transformers.initialization import no_init_weights
+
+    probe = torch.empty(0)
+    valueless = isinstance(probe, FakeTensor) or probe.is_meta
+    with no_init_weights() if valueless else contextlib.nullcontext():
+        yield valueless
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """transformers' advice about generation, tokenizers and defaults is not for a user who asked about memory."""
+    logger = logging.getLogger("transformers")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(before)
+
+
+_BATCH_HELP = (
+    "Return (module, batch_fn), where batch_fn(batch, seq) gives the keyword arguments of forward, for example "
+    "def batch_fn(batch, seq): ids = torch.zeros(batch, seq, dtype=torch.long); return dict(input_ids=ids, labels=ids)"
+)
+
+
+def _from_factory(spec: ModelSpec, ref: FactoryRef, dtype: torch.dtype, attention: str) -> BuiltModel:
+    import torch
+
+    made = factory.call(ref)
+    parts = made if isinstance(made, tuple) else (made,)
+    if not 1 <= len(parts) <= 3 or not isinstance(parts[0], torch.nn.Module):
+        got = f"({', '.join(type(p).__name__ for p in parts)})" if isinstance(made, tuple) else type(made).__name__
+        raise UserError(f"{ref} returned {got}", "Return a torch.nn.Module, (module, batch_fn) or (module, batch_fn, step_fn)")
+    module, batch_fn, step_fn = (*parts, None, None)[:3]
+    for what, function in (("batch_fn", batch_fn), ("step_fn", step_fn)):
+        if function is not None and not callable(function):
+            raise UserError(f"{ref}: {what} is a {type(function).__name__}, not a function", _BATCH_HELP)
+    notes = list(spec.notes)
+    cast = _cast(module, dtype, notes)
+    used = getattr(getattr(module, "config", None), "_attn_implementation", None) or attention
+    if batch_fn is None:
+        config: Any = getattr(module, "config", None)
+        if getattr(config, "model_type", None) is None:
+            raise UserError(f"{ref} returned a {type(module).__name__} without a batch_fn", _BATCH_HELP)
+        # a transformers model says itself what it eats
+        inputs = batches.Inputs(config=config, task=tasks.default_task(config.to_dict()), module=module, dtype=dtype)
+        own_step = inputs.step if step_fn is None else factory.guard(f"{ref}: step_fn", ref, step_fn)
+        return BuiltModel(module=module, make_batch=inputs.make, step=own_step, attention=used, notes=notes + inputs.notes)
+    user_batch = factory.guard(f"{ref}: batch_fn", ref, batch_fn)
+
+    def make(batch_size: int, seq_len: int, *, target_len: int | None = None, image_size: int | None = None) -> dict[str, Any]:
+        values = user_batch(batch_size, seq_len)
+        if not isinstance(values, Mapping):
+            raise UserError(f"{ref}: batch_fn returned a {type(values).__name__}, expected a dict", _BATCH_HELP)
+        floats = {k for k, v in values.items() if isinstance(v, torch.Tensor) and v.dtype == torch.float32}
+        return {k: v.to(dtype) if cast and k in floats and k != "labels" else v for k, v in values.items()}
+
+    forward = factory.guard(f"{ref}: the forward pass", ref, lambda module, batch: module(**batch))
+    user_step = forward if step_fn is None else factory.guard(f"{ref}: step_fn", ref, step_fn)
+
+    def step(module: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+        return _loss(user_step(module, batch), ref)
+
+    return BuiltModel(module=module, make_batch=make, step=step, attention=used, notes=notes)
+
+
+def _cast(module: nn.Module, dtype: torch.dtype, notes: list[str]) -> bool:
+    """Casts an all-fp32 module to `dtype`; one that already mixes dtypes, or is 16-bit, is the user's own choice."""
+    import torch
+
+    dtypes = {p.dtype for p in module.parameters() if p.is_floating_point()}
+    if dtypes == {torch.float32} and dtype != torch.float32:
+        module.to(dtype)
+        return True
+    if dtypes and dtypes != {dtype}:
+        names = ", ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
+        notes.append(f"the factory's module has parameters in {names}: kept, not cast to {str(dtype).removeprefix('torch.')}")
+    return False
+
+
+def _loss(output: Any, ref: FactoryRef) -> Tensor:
+    import torch
+
+    loss = output
+    if not isinstance(output, torch.Tensor):
+        loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(output).__name__}"
+        raise UserError(f"{ref}: the step returned {got}, expected a scalar loss (or an output with .loss)",
+                        "Return the loss from forward, or give a third value step_fn(module, batch) -> loss")  # fmt: skip
+    return loss

@@ -1,0 +1,96 @@
+"""The planner from Python: `memplan.fits` and `memplan.trace`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from ..errors import UserError
+from ..units import parse_bytes
+from .loop import LoopFacts
+from .request import DEFAULT_MICRO_BATCH_SIZE, DEFAULT_SEQ_LEN, Request
+
+if TYPE_CHECKING:
+    from ..models import ModelSpec
+    from .prediction import Prediction
+    from .trace.source import TraceSource
+    from .trace.steptrace import StepTrace
+
+
+def fits(
+    model: str | ModelSpec | Callable[[], Any],
+    gpu: str = "auto",
+    *,
+    advice: bool = True,
+    traces: TraceSource | None = None,
+    **options: Any,
+) -> Prediction:
+    """Whether one training step of `model` fits on `gpu`.
+
+    **Main arguments.**  `model`: a reference (catalogue name, hub id, folder, "file.py:factory") or a ModelSpec.
+    `gpu`: a key of `memplan hardware list`, or "auto" for this machine's.  `micro_batch_size`, `seq_len`, `precision`,
+    `optimizer`, `recompute`: as on the command line.
+
+    **Other arguments.**  Every field of `Request` and `LoopFacts`; `task`, `overrides`, `gpu_memory` (text or bytes).
+    `advice=False` leaves out maxima and remedies.
+
+    **Returns** a Prediction; a question that memplan cannot answer has verdict `unknown`.
+
+    **Raises** UserError for input that cannot be used.
+    """
+    from .advice import advise
+    from .predict import predict
+    from .trace.source import TraceSource
+
+    request = make_request(model, gpu, **options)
+    source = traces or TraceSource()
+    prediction = predict(request, source)
+    return advise(prediction, request, source) if advice else prediction
+
+
+def trace(model: str | ModelSpec, *, target: str = "cuda", gpu: str = "a100-80gb", **options: Any) -> StepTrace:
+    """One recorded micro step of `model`, as a StepTrace with its `torch.fx` graph; arguments as for `fits`."""
+    from .trace.source import trace_options
+    from .trace.tracer import trace_step
+
+    request = make_request(model, gpu, **options)
+    request.check()
+    return trace_step(request.model, trace_options(request, target))
+
+
+def make_request(
+    model: str | ModelSpec | Callable[[], Any],
+    gpu: str,
+    *,
+    task: str | None = None,
+    overrides: Mapping[str, str] | None = None,
+    gpu_memory: str | int | None = None,
+    trust_remote_code: bool = False,
+    **options: Any,
+) -> Request:
+    """A checked Request from what a person types.  Raises UserError with the option's name."""
+    from ..hardware.catalogue import resolve
+    from ..models import ModelSpec, load
+
+    if isinstance(model, str):
+        spec = load(model, task=task, overrides=overrides, trust_remote_code=trust_remote_code)
+    elif isinstance(model, ModelSpec):
+        spec = model
+    else:
+        raise UserError(f"model: expected a reference or a ModelSpec, got a {type(model).__name__}", "Pass 'file.py:factory'")
+    memory = parse_bytes(gpu_memory, "--gpu-memory") if isinstance(gpu_memory, str) else gpu_memory
+    device, note = resolve(gpu, memory_bytes=memory)
+    loop_facts = {k: options.pop(k) for k in list(options) if k in LoopFacts.__dataclass_fields__}
+    unknown = [k for k in options if k not in Request.__dataclass_fields__]
+    if unknown:
+        raise UserError(f"{unknown[0]}: not an option", f"Options: {', '.join(Request.__dataclass_fields__)}")
+    options = {k: v for k, v in options.items() if v is not None}
+    defaults = [note] if note else []
+    if "micro_batch_size" not in options:
+        defaults.append(f"micro batch size {DEFAULT_MICRO_BATCH_SIZE} (not given)")
+    if "seq_len" not in options:
+        options["seq_len"] = min(DEFAULT_SEQ_LEN, spec.max_seq_len or DEFAULT_SEQ_LEN)
+        if spec.task not in ("image-classification",):
+            defaults.append(f"sequence length {options['seq_len']} (not given)")
+    request = Request(model=spec, device=device, loop=LoopFacts(**loop_facts), defaults=tuple(defaults), **options)
+    return request

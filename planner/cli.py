@@ -1,0 +1,131 @@
+"""The commands `fit` and `trace`: what the user types, and which part answers."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+from ..errors import UserError
+from . import allocator_cli
+from .options import add_hardware_options, add_model_options, add_run_options, not_modelled, request_from
+
+if TYPE_CHECKING:
+    from .prediction import Prediction
+
+_add_model, _add_run, _request = add_model_options, add_run_options, request_from  # names that validator.cli still uses
+_TRACE_GPU = "a100-80gb"  # a trace needs a card only to know which fused attention kernels it has
+_FIT = """Answers before the run starts: does one training step of MODEL fit on the GPU, where does every byte go, and
+    what would make it fit.  Nothing is downloaded but a model's config, no weights are made, no GPU is needed.
+    Exit code 0: it fits, 1: it does not, 2: no answer (bad input, or something that is not modelled)."""
+_TRACE = """Records one training step of MODEL without weights, data or GPU, and says what it does: modules, ops, FLOPs,
+    what stays alive for backward, and the biggest tensors at the peak."""
+
+
+def add_commands(commands: Any) -> None:
+    """Adds `fit`, `trace` and `replay` to the sub-parsers of the command line."""
+    fit = commands.add_parser("fit", help="will it fit on my GPU, and where does every byte go?", description=_FIT)
+    add_model_options(fit)
+    add_hardware_options(fit, default="auto")
+    add_run_options(fit)
+    answer = fit.add_argument_group("the answer")
+    answer.add_argument(
+        "--no-advice", action="store_true", help="leave out what still fits and what would make it fit (faster)"
+    )
+    answer.add_argument("--strict", action="store_true", help="a tight fit is a failure: exit code 1")
+    answer.add_argument("--json", action="store_true", help="print JSON; sizes in bytes")
+    fit.set_defaults(run=run_fit)
+
+    trace = commands.add_parser("trace", help="record one training step and say what it does", description=_TRACE)
+    add_model_options(trace)
+    add_hardware_options(trace, default=_TRACE_GPU)
+    add_run_options(trace)
+    answer = trace.add_argument_group("the answer")
+    target = "whose choices are recorded: a GPU's (default), or a CPU's, to compare with a CPU run"
+    answer.add_argument("--target", choices=("cuda", "cpu"), default="cuda", help=target)
+    answer.add_argument("--out", metavar="FILE.json", help="write the trace as JSON")
+    answer.add_argument("--snapshot", metavar="FILE.pickle", help="write the simulated run for pytorch.org/memory_viz")
+    answer.add_argument("--params", action="store_true", help="list every parameter, with what --freeze can name")
+    answer.add_argument("--top", type=int, metavar="N", default=10, help="rows of each list (default: 10)")
+    trace.set_defaults(run=run_trace)
+
+    allocator_cli.add_commands(commands)
+
+
+def run_fit(args: argparse.Namespace) -> int:
+    """Prints the answer; 0 fits, 1 does not fit (or tight, with --strict), 2 cannot tell."""
+    import json
+    from importlib.metadata import version
+
+    from .progress import progress
+
+    with progress(f"recording one step of {args.model}", enabled=not args.json) as say:
+        prediction = _predict(args, say)
+    try:
+        if args.json:
+            print(json.dumps({"version": version("memplan"), **prediction.to_json()}, indent=2), flush=True)
+        else:
+            from .report import print_report
+
+            print_report(prediction)
+    except BrokenPipeError:  # `memplan fit ... | head -1`: the exit code still is the answer
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return prediction.verdict.exit_code(args.strict)
+
+
+def _predict(args: argparse.Namespace, say: Any) -> Prediction:
+    from .predict import predict, unknown
+    from .trace.source import TraceSource
+
+    request = request_from(args)
+    missing = not_modelled(args)
+    if missing:
+        return unknown(request, missing)
+    source = TraceSource()
+    prediction = predict(request, source)
+    if args.no_advice or prediction.verdict == "unknown":
+        return prediction
+    from .advice import advise
+
+    say("looking for what still fits" if prediction.fits else "looking for changes that make it fit")
+    return advise(prediction, request, source)
+
+
+def run_trace(args: argparse.Namespace) -> int:
+    """Prints what one step does, and writes the files that were asked for."""
+    from ..errors import CannotTell
+    from .predict import ledger_of
+    from .progress import progress
+    from .trace.source import trace_options
+    from .trace_report import params_table, summary
+
+    if args.top < 1:
+        raise UserError(f"--top {args.top}: must be 1 or more", "Leave it out for 10")
+    for path in filter(None, (args.out, args.snapshot)):  # said before the work, not after it
+        if not os.path.isdir(os.path.dirname(path) or "."):
+            raise UserError(f"cannot write {path!r}: there is no such folder", "Choose a folder that exists")
+    request = request_from(args)
+    missing = not_modelled(args)
+    if missing:
+        raise CannotTell(missing)
+    request.check()
+    with progress(f"recording one step of {args.model}"):
+        from .trace.tracer import trace_step
+
+        trace = trace_step(request.model, trace_options(request, args.target))
+        ledger = ledger_of(request, trace)
+    print(summary(trace, ledger, top=args.top))
+    if args.params:
+        print("\n" + params_table(trace))
+    if args.out:
+        from .export import write_trace
+
+        write_trace(args.out, trace)
+        print(f"\nwrote {args.out}", file=sys.stderr)
+    if args.snapshot:
+        from .export import write_run
+
+        write_run(args.snapshot, ledger, request.alloc_conf)
+        print(f"wrote {args.snapshot}: open it at https://pytorch.org/memory_viz", file=sys.stderr)
+    return 0

@@ -1,0 +1,171 @@
+"""The ledger: every allocation and free of a run, in the order in which the host issues them.
+
+One row an event, as numpy columns.  A row is an allocation (`delta_bytes` > 0) or a free (< 0) of one `block`; both rows of
+a block carry the same component, tier and stream.
+
+**Invariants** (tests hold them): every block is born once and dies at most once, after its birth, with the size it was born
+with; the components of a tier sum to its live bytes after every row; live bytes are never negative.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from .trace.steptrace import Phase
+
+
+class Component(enum.IntEnum):
+    """What bytes are for.  These sum to the live bytes at every moment."""
+
+    PARAM = 0
+    BUFFER = 1
+    GRAD = 2
+    OPTIMIZER_STATE = 3
+    MASTER_WEIGHT = 4
+    ACTIVATION = 5
+    TEMP = 6
+    COMM_BUFFER = 7
+    OFFLOAD_BUFFER = 8
+    WORKSPACE = 9
+
+    @property
+    def label(self) -> str:
+        return self.name.lower()
+
+
+class Tier(enum.IntEnum):
+    """Where bytes lie."""
+
+    GPU = 0
+    GPU_MANAGED = 1  # unified memory: outside torch's allocator, may spill to the host
+    HOST_PINNED = 2
+    HOST_PAGEABLE = 3
+    NVME = 4
+
+
+DEFAULT_STREAM = 0
+
+
+class LedgerBuilder:
+    """Collects rows; `finish()` makes the ledger."""
+
+    def __init__(self) -> None:
+        self.now_phase = int(Phase.INIT)
+        self.now_iteration = 0
+        self._block: list[int] = []
+        self._delta: list[int] = []
+        self._phase: list[int] = []
+        self._iteration: list[int] = []
+        self._label: list[int] = []
+        self._births: list[tuple[int, int, int, int]] = []  # of each block: bytes, component, tier, stream
+        self._labels: dict[Any, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._block)
+
+    def alloc(self, nbytes: int, component: int, label: Any, tier: int = Tier.GPU, stream: int = DEFAULT_STREAM) -> int:
+        """A new block of `nbytes`; `label` says what it is: a key that `finish` turns into (fqn, what)."""
+        block = len(self._births)
+        self._births.append((nbytes, component, tier, stream))
+        self._row(block, nbytes, label)
+        return block
+
+    def free(self, block: int, label: Any) -> None:
+        self._row(block, -self._births[block][0], label)
+
+    def nbytes(self, block: int) -> int:
+        return self._births[block][0]
+
+    def _row(self, block: int, delta: int, label: Any) -> None:
+        self._block.append(block)
+        self._delta.append(delta)
+        self._phase.append(self.now_phase)
+        self._iteration.append(self.now_iteration)
+        self._label.append(self._labels.setdefault(label, len(self._labels)))
+
+    def finish(self, describe: Callable[[Any], tuple[str, str]]) -> Ledger:
+        births = np.array(self._births, np.int64).reshape(-1, 4)
+        block = np.array(self._block, np.int32)
+        return Ledger(
+            block=block,
+            delta_bytes=np.array(self._delta, np.int64),
+            component=births[block, 1].astype(np.int8),
+            tier=births[block, 2].astype(np.int8),
+            stream=births[block, 3].astype(np.int16),
+            phase=np.array(self._phase, np.int8),
+            iteration=np.array(self._iteration, np.int16),
+            label=np.array(self._label, np.int32),
+            labels=tuple(describe(key) for key in self._labels),
+        )
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """The columns; all of one length.  `labels[label[i]]` is (module path, what) of row i."""
+
+    block: np.ndarray
+    delta_bytes: np.ndarray
+    component: np.ndarray
+    tier: np.ndarray
+    stream: np.ndarray
+    phase: np.ndarray
+    iteration: np.ndarray
+    label: np.ndarray
+    labels: tuple[tuple[str, str], ...]
+
+    def __len__(self) -> int:
+        return len(self.block)
+
+    @cached_property
+    def _rows_of_tier(self) -> dict[int, np.ndarray]:
+        return {int(t): np.flatnonzero(self.tier == t) for t in np.unique(self.tier)}
+
+    def rows(self, tier: Tier = Tier.GPU) -> np.ndarray:
+        """Indices of the rows of one tier, in order."""
+        return self._rows_of_tier.get(tier, np.empty(0, np.intp))
+
+    def live_bytes(self, tier: Tier = Tier.GPU) -> np.ndarray:
+        """Live bytes after each row of `rows(tier)`; sizes as asked for, without the allocator's rounding."""
+        return np.cumsum(self.delta_bytes[self.rows(tier)])
+
+    def peak_bytes(self, tier: Tier = Tier.GPU) -> int:
+        live = self.live_bytes(tier)
+        return int(live.max()) if len(live) else 0
+
+    def components_after(self, row: int, tier: Tier = Tier.GPU) -> dict[str, int]:
+        """Bytes live in each component after ledger row `row` (-1: before the first)."""
+        rows = self.rows(tier)
+        rows = rows[rows <= row]
+        sums = np.bincount(self.component[rows], weights=self.delta_bytes[rows], minlength=len(Component))
+        return {c.label: int(sums[c]) for c in Component if sums[c]}
+
+    def live_blocks(self, row: int, tier: Tier = Tier.GPU) -> list[tuple[int, int, str, str]]:
+        """(bytes, component, fqn, what) of every block live after `row`, largest first."""
+        rows = self.rows(tier)
+        rows = rows[rows <= row]
+        born = rows[self.delta_bytes[rows] > 0]
+        dead = set(self.block[rows[self.delta_bytes[rows] < 0]].tolist())
+        alive = [r for r in born.tolist() if int(self.block[r]) not in dead]
+        alive.sort(key=lambda r: -int(self.delta_bytes[r]))
+        return [(int(self.delta_bytes[r]), int(self.component[r]), *self.labels[self.label[r]]) for r in alive]
+
+    def check(self) -> None:
+        """Raises AssertionError where an invariant of the module docstring does not hold."""
+        born: dict[int, int] = {}
+        dead: set[int] = set()
+        for block, delta in zip(self.block.tolist(), self.delta_bytes.tolist(), strict=True):
+            if block not in born:
+                assert delta >= 0, f"block {block} is freed before it is born"
+                born[block] = delta
+            else:
+                assert block not in dead, f"block {block} has more than one death"
+                assert delta == -born[block], f"block {block} of {born[block]} bytes is freed with {delta}"
+                dead.add(block)
+        for tier in self._rows_of_tier:
+            assert not len(self.rows(Tier(tier))) or self.live_bytes(Tier(tier)).min() >= 0

@@ -1,0 +1,208 @@
+"""Rules of torch's own optimizers: the real optimizer steps fake tensors, and its allocations are recorded.
+
+Nothing about an optimizer is written down here but its name and the arguments that make it; state, temporaries and their
+order come from `torch.optim` itself.  `foreach` is forced where CUDA would choose it: the default looks at the device
+(torch/optim/optimizer.py, `_default_to_fused_or_foreach`), which is a fake CPU here.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import weakref
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+from ...errors import UserError, did_you_mean
+from .. import cache
+from .rule import OptimizerRule, OptimizerTensor, StepEvent, StepEvents, StepKind
+
+IMPLS = ("default", "foreach", "fused", "for-loop")
+# name -> (class, arguments, default implementation on CUDA).  torch/optim/*.py: foreach wherever it exists, except Adafactor
+# (`foreach=None` picks the single-tensor loop, torch/optim/_adafactor.py).
+_OPTIMIZERS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "adamw": ("AdamW", {}, "foreach"),
+    "adam": ("Adam", {}, "foreach"),
+    "adamw-amsgrad": ("AdamW", {"amsgrad": True}, "foreach"),
+    "sgd": ("SGD", {"lr": 0.1}, "foreach"),
+    "sgd-momentum": ("SGD", {"lr": 0.1, "momentum": 0.9}, "foreach"),
+    "adagrad": ("Adagrad", {}, "foreach"),
+    "adadelta": ("Adadelta", {}, "foreach"),
+    "adamax": ("Adamax", {}, "foreach"),
+    "nadam": ("NAdam", {}, "foreach"),
+    "radam": ("RAdam", {}, "foreach"),
+    "rmsprop": ("RMSprop", {}, "foreach"),
+    "rmsprop-momentum": ("RMSprop", {"momentum": 0.9}, "foreach"),
+    "rprop": ("Rprop", {}, "foreach"),
+    "asgd": ("ASGD", {}, "foreach"),
+    "adafactor": ("Adafactor", {}, "for-loop"),
+}
+_FUSED = {"adamw", "adam", "adamw-amsgrad", "sgd", "sgd-momentum", "adagrad"}
+_HOST_SCALAR_BYTES = 8  # a 0-d tensor on the host: `step` counters live there unless fused or capturable
+
+
+def names() -> tuple[str, ...]:
+    return tuple(_OPTIMIZERS)
+
+
+def traced_rule(name: str, impl: str = "default", *, target: str = "cuda") -> TracedRule:
+    """The rule of `torch.optim`'s optimizer `name`.
+
+    `impl`: default (what torch picks on `target`), foreach, fused, for-loop.
+    Raises UserError for an unknown name or an implementation that the optimizer lacks.
+    """
+    if name not in _OPTIMIZERS:
+        raise UserError(f"--optimizer {name}: not known", did_you_mean(name, _OPTIMIZERS) or f"Known: {', '.join(_OPTIMIZERS)}")
+    if impl not in IMPLS:
+        raise UserError(f"--optimizer-impl {impl}: not known", f"Choose one of {', '.join(IMPLS)}")
+    if impl == "fused" and name not in _FUSED:
+        raise UserError(f"--optimizer-impl fused: torch has no fused {name}", "Use foreach or for-loop")
+    if impl == "default":
+        impl = _OPTIMIZERS[name][2] if target == "cuda" else "for-loop"
+    return TracedRule(name, impl, target)
+
+
+class TracedRule(OptimizerRule):
+    def __init__(self, name: str, impl: str, target: str = "cuda") -> None:
+        self.name = name
+        self.impl = impl
+        self.target = target
+
+    def step(self, tensors: Sequence[OptimizerTensor]) -> StepEvents:
+        return _events(self.name, self.impl, self.target, tuple(tensors))
+
+
+@functools.lru_cache(maxsize=32)
+def _events(name: str, impl: str, target: str, tensors: tuple[OptimizerTensor, ...]) -> StepEvents:
+    key = cache.key("optimizer", name, impl, target, [[t.shape, t.dtype, t.group] for t in tensors])
+    stored = cache.get(key)
+    if stored is not None:
+        try:
+            return _read(stored)
+        except (ValueError, TypeError, KeyError):
+            pass  # not of this format: made again
+    events = _trace(name, impl, target, tensors)
+    cache.put(key, _write(events))
+    return events
+
+
+def _write(events: StepEvents) -> bytes:
+    rows = {part: [[int(e.kind), e.slot, e.nbytes, e.tensor] for e in getattr(events, part)] for part in ("init", "first", "later")}
+    return zlib.compress(json.dumps(rows).encode(), 1)
+
+
+def _read(data: bytes) -> StepEvents:
+    try:
+        rows = json.loads(zlib.decompress(data))
+    except zlib.error as error:
+        raise ValueError(str(error)) from error
+    parts = {part: tuple(StepEvent(StepKind(k), slot, size, tensor) for k, slot, size, tensor in rows[part]) for part in rows}
+    return StepEvents(**parts)
+
+
+def _trace(name: str, impl: str, target: str, tensors: tuple[OptimizerTensor, ...]) -> StepEvents:
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    class_name, arguments, _ = _OPTIMIZERS[name]
+    if not tensors:
+        return StepEvents((), ())
+    with FakeTensorMode():
+        params = [torch.nn.Parameter(torch.empty(t.shape, dtype=getattr(torch, t.dtype))) for t in tensors]
+        groups: dict[int, list[Any]] = {}
+        for tensor, param in zip(tensors, params, strict=True):
+            groups.setdefault(tensor.group, []).append(param)
+        optimizer = getattr(torch.optim, class_name)(
+            [{"params": g} for g in groups.values()], **arguments, **_implementation(class_name, impl)
+        )
+        for param in params:
+            param.grad = torch.empty_like(param)
+        index = {id(p): i for i, p in enumerate(params)}
+        made = [  # some constructors make the state already (Adagrad)
+            (value.untyped_storage().nbytes(), index[id(param)])
+            for param, state in optimizer.state.items()
+            for value in state.values()
+            if hasattr(value, "untyped_storage") and not _on_host(value, target, impl)
+        ]
+        init = tuple(StepEvent(StepKind.STATE, slot, nbytes, tensor) for slot, (nbytes, tensor) in enumerate(made))
+        first = _record_step(optimizer, params, target, impl)
+        later = _record_step(optimizer, params, target, impl)
+    return StepEvents(first, later, init)
+
+
+def _implementation(class_name: str, impl: str) -> dict[str, Any]:
+    if impl == "fused":
+        return {"fused": True}
+    return {"foreach": impl == "foreach"}
+
+
+def _record_step(optimizer: Any, params: list[Any], target: str, impl: str) -> tuple[StepEvent, ...]:
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    events: list[list[Any]] = []  # [kind, slot, nbytes, tensor]
+    live: dict[int, Any] = {}
+    known = {id(t.untyped_storage()) for t in _state_tensors(optimizer)}
+    owner = {p.untyped_storage()._cdata: i for i, p in enumerate(params)}
+    slots = iter(range(1 << 30))
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten._local_scalar_dense.default:  # values do not change what is allocated
+                return 1.0
+            out = func(*args, **(kwargs or {}))
+            tensor = _owner(args, owner)
+            for result in out if isinstance(out, (list, tuple)) else (out,):
+                if hasattr(result, "untyped_storage"):
+                    self.see(result, tensor)
+            return out
+
+        def see(self, tensor: Any, owning: int) -> None:
+            storage = tensor.untyped_storage()
+            key = storage._cdata
+            if key in live or key in owner or id(storage) in known:
+                return
+            slot, nbytes = next(slots), storage.nbytes()
+            host = _on_host(tensor, target, impl)
+            if not host:
+                events.append([StepKind.TEMP, slot, nbytes, owning])
+
+            def died(_: Any) -> None:
+                del live[key]
+                if not host:
+                    events.append([StepKind.FREE, slot, 0, owning])
+
+            live[key] = weakref.ref(storage, died)
+            slot_of[key] = slot
+
+    slot_of: dict[int, int] = {}
+    for state in _state_tensors(optimizer):
+        live[state.untyped_storage()._cdata] = None
+    for param in params:
+        owner[param.grad.untyped_storage()._cdata] = owner[param.untyped_storage()._cdata]
+    with Watch():
+        optimizer.step()
+        kept = {slot_of.get(t.untyped_storage()._cdata) for t in _state_tensors(optimizer)}
+        count = len(events)
+    for event in events[:count]:
+        if event[0] is StepKind.TEMP and event[1] in kept:
+            event[0] = StepKind.STATE
+    return tuple(StepEvent(*event) for event in events[:count])
+
+
+def _on_host(tensor: Any, target: str, impl: str) -> bool:
+    return target == "cuda" and impl != "fused" and tensor.dim() == 0 and tensor.untyped_storage().nbytes() <= _HOST_SCALAR_BYTES
+
+
+def _owner(args: Any, owner: dict[int, int]) -> int:
+    for value in args:
+        if hasattr(value, "untyped_storage"):
+            found = owner.get(value.untyped_storage()._cdata)
+            if found is not None:
+                return found
+    return -1
+
+
+def _state_tensors(optimizer: Any) -> list[Any]:
+    return [v for state in optimizer.state.values() for v in state.values() if hasattr(v, "untyped_storage")]

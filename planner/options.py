@@ -1,0 +1,127 @@
+"""The options that say what is asked, shared by every command that takes a MODEL, and the Request that they make."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from ..errors import UserError
+
+if TYPE_CHECKING:
+    from .request import Request
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """MODEL, and the options of the model and its batch."""
+    parser.add_argument("model", metavar="MODEL", help="a name (`memplan models list`), a hub id, a folder, FILE.py:FUNCTION")
+    group = parser.add_argument_group("the model and its batch")
+    group.add_argument("--task", metavar="T", help="what it is trained for (default: what the config says)")
+    group.add_argument(
+        "--set", metavar="KEY=VALUE", action="append", default=[], help="change a config value (may be repeated)"
+    )
+    group.add_argument("--trust-remote-code", action="store_true", help="allow the model's own Python code to run")
+    group.add_argument("--micro-batch", type=int, metavar="N", help="samples in one forward pass on one GPU (default: 1)")
+    group.add_argument("--seq", type=int, metavar="N", help="tokens in one sample (default: 2048, or the model's limit)")
+    group.add_argument("--target-len", type=int, metavar="N", help="tokens of the labels of a sequence-to-sequence model")
+    group.add_argument("--image-size", type=int, metavar="N", help="pixels on a side")
+
+
+def add_hardware_options(parser: argparse.ArgumentParser, *, default: str) -> None:
+    """The options of the hardware; `default` is the value of --gpu."""
+    group = parser.add_argument_group("the hardware")
+    where = f"a card of `memplan hardware list`, or auto: the one in this machine (default: {default})"
+    group.add_argument("--gpu", metavar="KEY", default=default, help=where)
+    group.add_argument("--gpu-memory", metavar="SIZE", help="memory of the card, instead of the catalogue's: 24GiB, 80GB")
+    group.add_argument("--gpus", type=int, metavar="N", help="GPUs in all (default: 1)")
+    group.add_argument("--nodes", type=int, metavar="N", help="machines that the GPUs are spread over (default: 1)")
+
+
+def add_run_options(parser: argparse.ArgumentParser) -> None:
+    """The options of how it is trained, and of the training loop."""
+    how = parser.add_argument_group("how it is trained")
+    precisions = "fp32 (default), bf16, fp16, bf16-autocast, fp16-autocast, bf16-mixed, fp16-mixed"
+    how.add_argument("--precision", metavar="P", help=precisions)
+    how.add_argument("--mode", metavar="M", help="train (default), forward: no backward, inference: under no_grad")
+    how.add_argument("--method", metavar="M", help="full (default), lora, qlora and others")
+    how.add_argument("--strategy", metavar="S", help="single (default), ddp, zero0 .. zero3, fsdp1, fsdp2, hsdp")
+    how.add_argument(
+        "--optimizer", metavar="O", help="adamw (default), adam, sgd, sgd-momentum, adafactor and others of torch.optim"
+    )
+    how.add_argument("--optimizer-impl", metavar="I", help="default: what torch picks; foreach, fused, for-loop")
+    how.add_argument("--recompute", metavar="R", help="none (default), full: activation checkpointing of every block")
+    how.add_argument("--reentrant", action="store_true", help="the older, reentrant kind of activation checkpointing")
+    how.add_argument("--attention", metavar="A", help="sdpa (default), eager, flash_attention_2")
+    how.add_argument(
+        "--freeze", metavar="PREFIX", action="append", default=[], help="parameters that do not train (may be repeated)"
+    )
+    how.add_argument("--offload", metavar="X", help="what is moved to the host (default: nothing)")
+    how.add_argument("--compile", action="store_true", help="the run uses torch.compile, which is not modelled")
+    how.add_argument("--assume-eager", action="store_true", help="with --compile: answer as if it did not")
+    loop = parser.add_argument_group("the training loop")
+    loop.add_argument(
+        "--grad-accum", type=int, metavar="N", help="forward and backward passes in one optimizer step (default: 1)"
+    )
+    moments = ("after-step", "before-forward", "before-backward")
+    loop.add_argument("--zero-grad", choices=moments, help="when the loop clears gradients (default: after-step)")
+    loop.add_argument("--keep-grads", action="store_true", help="zero_grad(set_to_none=False): gradients stay allocated")
+    loop.add_argument("--clip-grad-norm", action="store_true", help="gradients are clipped by norm before the step")
+    loop.add_argument("--keep-outputs", action="store_true", help="the loop holds the model's output during backward and step")
+    loop.add_argument("--alloc-conf", metavar="TEXT", help="settings as in PYTORCH_ALLOC_CONF")
+
+
+def not_modelled(args: argparse.Namespace) -> str:
+    """Why options that have no field in a Request cannot be answered, or ""."""
+    if args.nodes is not None and args.nodes != 1:
+        return f"--nodes {args.nodes}: several machines are not modelled yet. Ask for one GPU"
+    if args.offload not in (None, "none"):
+        return f"--offload {args.offload}: moving tensors to the host is not modelled yet. Leave it out"
+    return ""
+
+
+def request_from(args: argparse.Namespace) -> Request:
+    """The question that the options of this module ask.  Raises UserError with the option's name."""
+    from dataclasses import replace
+
+    from ..models.overrides import parse_settings
+    from .api import make_request
+
+    for option in ("micro_batch", "seq", "target_len", "image_size", "gpus", "nodes", "grad_accum"):
+        value = getattr(args, option)
+        if value is not None and value < 1:
+            raise UserError(f"--{option.replace('_', '-')} {value}: must be 1 or more", "Leave it out for the default")
+    loop = {"grad_accum_steps": args.grad_accum, "zero_grad": args.zero_grad}
+    request = make_request(
+        args.model,
+        args.gpu,
+        task=args.task,
+        overrides=parse_settings(args.set),
+        gpu_memory=args.gpu_memory,
+        trust_remote_code=args.trust_remote_code,
+        micro_batch_size=args.micro_batch,
+        seq_len=args.seq,
+        target_len=args.target_len,
+        image_size=args.image_size,
+        precision=args.precision,
+        method=args.method,
+        strategy=args.strategy,
+        optimizer=args.optimizer,
+        optimizer_impl=args.optimizer_impl,
+        recompute=args.recompute,
+        reentrant=args.reentrant,
+        attention=args.attention,
+        mode=args.mode,
+        gpus=args.gpus,
+        frozen=tuple(args.freeze),
+        compiled=args.compile and not args.assume_eager,
+        alloc_conf=args.alloc_conf,
+        set_to_none=not args.keep_grads,
+        clip_grad_norm=args.clip_grad_norm,
+        keep_outputs=args.keep_outputs,
+        **{name: value for name, value in loop.items() if value is not None},
+    )
+    if args.compile and args.assume_eager:
+        said = (
+            "the run uses torch.compile and is answered as if it did not (--assume-eager): compiled kernels keep other tensors"
+        )
+        request = replace(request, defaults=(*request.defaults, said))
+    return request

@@ -1,0 +1,201 @@
+"""From a question to an answer: trace, simulate, replay, judge."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..errors import CannotTell
+from ..units import gib
+from .allocator.config import AllocConf
+from .allocator.replay import ReplayResult
+from .allocator.replay import replay as replay_stream
+from .kernels import Kernels
+from .ledger import Ledger, Tier
+from .optimizers.traced import traced_rule
+from .prediction import Failure, HostNeeds, Moment, Prediction, Verdict
+from .simulate import simulate
+from .strategies import make_strategy
+from .trace.steptrace import Phase
+
+if TYPE_CHECKING:
+    from .request import Request
+    from .trace.source import TraceSource
+    from .trace.steptrace import StepTrace
+
+# Below this share of the card the answer is `tight`: the 90th percentile error of allocated peaks that is aimed at (2 %).
+ERROR_BAND = 0.02
+_STEP_NAMES = ("first step", "later steps")
+
+
+def predict(request: Request, traces: TraceSource) -> Prediction:
+    """The answer to `request`, without maxima and remedies (see `advice`).  A question that cannot be answered is `unknown`."""
+    try:
+        request.check()
+        trace = traces.step(request)
+        ledger = ledger_of(request, trace)
+    except CannotTell as error:
+        return unknown(request, str(error))
+    conf = AllocConf.parse(request.alloc_conf)
+    device = request.device
+    free = replay_ledger(ledger, conf)
+    limited = replay_ledger(ledger, conf, limit_bytes=device.usable_bytes) if free.peak_reserved_bytes > device.usable_bytes else free
+    headroom = device.usable_bytes - free.peak_reserved_bytes
+    verdict, reason, failure = _judge(ledger, free, limited, headroom, device.usable_bytes)
+    peak = _moment(ledger, free, free.peak_allocated_event)
+    return Prediction(
+        verdict=verdict,
+        reason=reason,
+        question=request.as_data(),
+        gpu=device.name,
+        num_params=trace.num_params,
+        num_trainable_params=sum(p.numel for p in trace.params if p.requires_grad),
+        total_bytes=device.total_bytes,
+        context_bytes=device.context_bytes,
+        usable_bytes=device.usable_bytes,
+        allocated_peak_bytes=free.peak_allocated_bytes,
+        reserved_peak_bytes=free.peak_reserved_bytes,
+        device_peak_bytes=free.peak_reserved_bytes + device.context_bytes,
+        headroom_bytes=headroom,
+        fragmentation_bytes=free.peak_reserved_bytes - int(ledger.live_bytes()[free.peak_reserved_event]),
+        peak=peak,
+        phases=_phases(ledger, free),
+        host=HostNeeds(pinned_bytes=ledger.peak_bytes(Tier.HOST_PINNED), pageable_bytes=ledger.peak_bytes(Tier.HOST_PAGEABLE)),
+        failure=failure,
+        num_alloc_retries=limited.num_alloc_retries,
+        flops_per_step=trace.flops * request.loop.grad_accum_steps,
+        assumptions=tuple(_assumptions(request, trace)),
+        versions=trace.versions,
+    )
+
+
+def unknown(request: Request, reason: str) -> Prediction:
+    device = request.device
+    return Prediction(
+        verdict=Verdict.UNKNOWN,
+        reason=reason,
+        question=request.as_data(),
+        gpu=device.name,
+        total_bytes=device.total_bytes,
+        context_bytes=device.context_bytes,
+        usable_bytes=device.usable_bytes,
+        assumptions=request.defaults,
+    )
+
+
+def ledger_of(request: Request, trace: StepTrace) -> Ledger:
+    """The ledger of the run that `request` asks about."""
+    target = str(trace.options["target"])
+    kernels = Kernels.for_device(request.device, trace.versions["torch"]) if target == "cuda" else Kernels.none()
+    optimizer = traced_rule(request.optimizer, request.optimizer_impl, target=target) if request.mode == "train" else None
+    ledger, _ = simulate(trace, make_strategy(request.strategy), optimizer=optimizer, loop=request.loop, kernels=kernels)
+    return ledger
+
+
+def replay_ledger(
+    ledger: Ledger, conf: AllocConf | None = None, *, limit_bytes: int | None = None, with_series: bool = True
+) -> ReplayResult:
+    """The GPU rows of a ledger through PyTorch's caching allocator; event i is the i-th row of `ledger.rows()`."""
+    rows = ledger.rows()
+    delta = ledger.delta_bytes[rows]
+    block = ledger.block[rows]
+    born = np.zeros(len(block), np.int8)
+    _, first = np.unique(block, return_index=True)
+    born[first] = 1
+    return replay_stream(
+        (1 - born).tolist(),
+        np.abs(delta).tolist(),
+        block.tolist(),
+        ledger.stream[rows].tolist() if ledger.stream[rows].any() else None,
+        conf=conf or AllocConf(),
+        limit_bytes=limit_bytes,
+        with_series=with_series,
+    )
+
+
+def _judge(
+    ledger: Ledger, free: ReplayResult, limited: ReplayResult, headroom: int, usable: int
+) -> tuple[Verdict, str, Failure | None]:
+    if limited.failure is not None:
+        failure = _failure(ledger, limited)
+        where = f"{failure.phase} of {failure.fqn}" if failure.fqn else failure.phase
+        return (
+            Verdict.DOES_NOT_FIT,
+            f"{where} ({failure.step}) asks for {gib(failure.requested_bytes)} when {gib(failure.allocated_bytes)} of "
+            f"{gib(usable)} are in use",
+            failure,
+        )
+    if limited.num_alloc_retries:
+        return Verdict.TIGHT, "it fits only after the allocator returns its cached blocks, which costs time", None
+    if headroom < ERROR_BAND * usable:
+        return Verdict.TIGHT, f"the headroom of {gib(headroom)} is within the prediction's own error", None
+    return Verdict.FITS, f"{gib(headroom)} of {gib(usable)} stay free", None
+
+
+def _failure(ledger: Ledger, limited: ReplayResult) -> Failure:
+    assert limited.failure is not None
+    failed = limited.failure
+    row = int(ledger.rows()[failed.event])
+    fqn, what = ledger.labels[ledger.label[row]]
+    return Failure(
+        phase=Phase(ledger.phase[row]).name.lower(),
+        fqn=fqn,
+        what=what,
+        requested_bytes=failed.requested_bytes,
+        allocated_bytes=failed.allocated_bytes,
+        reserved_bytes=failed.reserved_bytes,
+        step=_step_name(ledger, row),
+    )
+
+
+def _moment(ledger: Ledger, played: ReplayResult, event: int) -> Moment:
+    row = int(ledger.rows()[event])
+    fqn, what = ledger.labels[ledger.label[row]]
+    components = ledger.components_after(row)
+    return Moment(
+        allocated_bytes=played.allocated_series[event],
+        requested_bytes=sum(components.values()),
+        phase=Phase(ledger.phase[row]).name.lower(),
+        fqn=fqn,
+        what=what,
+        step=_step_name(ledger, row),
+        components=components,
+    )
+
+
+def _step_name(ledger: Ledger, row: int) -> str:
+    return _STEP_NAMES[min(int(ledger.iteration[row]), 1)]
+
+
+def _phases(ledger: Ledger, free: ReplayResult) -> dict[str, Moment]:
+    """The peak of each phase, over all steps."""
+    allocated = np.array(free.allocated_series)
+    phase = ledger.phase[ledger.rows()]
+    found = {}
+    for p in Phase:
+        events = np.flatnonzero(phase == p)
+        if len(events):
+            found[p.name.lower()] = _moment(ledger, free, int(events[allocated[events].argmax()]))
+    return found
+
+
+def _assumptions(request: Request, trace: StepTrace) -> list[str]:
+    said = [*request.defaults, *trace.assumptions]
+    if request.mode == "train":
+        rule = traced_rule(request.optimizer, request.optimizer_impl, target=str(trace.options["target"]))
+        said.append(f"torch.optim {rule.name}, {rule.impl} implementation")
+        said += request.loop.assumptions()
+    device = request.device
+    said.append(
+        f"{device.name}: torch reports {gib(device.total_bytes)} ({device.total_status}); "
+        f"{gib(device.context_bytes)} go to the CUDA context and its kernels; nothing else runs on the card"
+    )
+    if any(s.op.startswith("aten.convolution") for s in trace.signatures):
+        said.append("cuDNN's convolution workspaces are not counted: their sizes are not published")
+    return said
+
+
+def with_advice(prediction: Prediction, **found: object) -> Prediction:
+    return replace(prediction, **found)  # type: ignore[arg-type]

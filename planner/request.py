@@ -1,0 +1,114 @@
+"""A question to memplan, in types: what is trained, on what, and how."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from ..errors import CannotTell, UserError, did_you_mean
+from .loop import LoopFacts
+
+if TYPE_CHECKING:
+    from ..hardware.profile import Device
+    from ..models import ModelSpec
+
+PRECISIONS = ("fp32", "bf16", "fp16", "bf16-autocast", "fp16-autocast", "bf16-mixed", "fp16-mixed")
+METHODS = ("full",)
+STRATEGIES = ("single",)
+MODES = ("train", "forward", "inference")
+ATTENTIONS = ("sdpa", "eager", "flash_attention_2")
+RECOMPUTE = ("none", "full")
+DEFAULT_MICRO_BATCH_SIZE = 1
+DEFAULT_SEQ_LEN = 2048  # capped by the model's positions
+DEFAULT_IMAGE_SEQ_LEN = 0
+
+# Words that DESIGN's command line knows and that this version does not plan.  Asking for one is no mistake: the answer is unknown.
+_LATER_METHODS = ("lora", "qlora", "dora", "freeze", "galore", "badam", "lomo", "lisa", "mezo", "zo2", "distzo2")
+_LATER_STRATEGIES = ("ddp", "zero0", "zero1", "zero2", "zero3", "fsdp1", "fsdp2", "hsdp")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One configuration to predict.  `model` and `device` are resolved already."""
+
+    model: ModelSpec
+    device: Device
+    micro_batch_size: int = DEFAULT_MICRO_BATCH_SIZE
+    seq_len: int = DEFAULT_SEQ_LEN
+    target_len: int | None = None
+    image_size: int | None = None
+    precision: str = "fp32"
+    method: str = "full"
+    strategy: str = "single"
+    optimizer: str = "adamw"
+    optimizer_impl: str = "default"
+    recompute: str = "none"
+    reentrant: bool = False
+    attention: str = "sdpa"
+    mode: str = "train"
+    use_cache: bool = False
+    """The model builds a key-value cache in training (config.use_cache); transformers' Trainer switches it off."""
+    gpus: int = 1
+    frozen: tuple[str, ...] = ()
+    compiled: bool = False
+    """The run uses torch.compile, which is not modelled."""
+    alloc_conf: str = ""
+    loop: LoopFacts = field(default_factory=LoopFacts)
+    defaults: tuple[str, ...] = ()
+    """What was not given and therefore taken, in words."""
+
+    def check(self) -> None:
+        """Raises UserError for a value that does not exist, CannotTell for one that is not modelled yet."""
+        from ..models import check_sizes
+
+        check_sizes(self.model, self.micro_batch_size, self.seq_len)
+        _one_of("--precision", self.precision, PRECISIONS)
+        _one_of("--mode", self.mode, MODES)
+        _one_of("--attention", self.attention, ATTENTIONS)
+        _one_of("--method", self.method, METHODS, _LATER_METHODS)
+        _one_of("--strategy", self.strategy, STRATEGIES, _LATER_STRATEGIES)
+        if self.recompute not in RECOMPUTE:
+            if self.recompute.startswith(("every-k:", "selective-op:", "selective-layer:")):
+                raise CannotTell(f"--recompute {self.recompute} is not modelled yet. Use none or full")
+            _one_of("--recompute", self.recompute, RECOMPUTE)
+        if self.precision.endswith("-mixed"):
+            raise CannotTell(
+                f"--precision {self.precision} (16-bit parameters with fp32 masters) belongs to DeepSpeed and FSDP, "
+                "which are not modelled yet. On one GPU use bf16, or bf16-autocast"
+            )
+        if self.loop.grad_accum_steps < 1:
+            raise UserError(f"--grad-accum {self.loop.grad_accum_steps}: must be at least 1", "Leave it out for none")
+        if self.gpus != 1:
+            raise CannotTell(f"--gpus {self.gpus}: several GPUs are not modelled yet. Ask for one GPU")
+        if self.compiled:
+            raise CannotTell(
+                "torch.compile is not modelled: its kernels keep and recompute other tensors than eager ones. "
+                "Use --assume-eager for the eager answer"
+            )
+
+    def but(self, **changes: Any) -> Request:
+        """The same question with some things changed; loop facts are named with their own field names."""
+        loop_fields = {k: v for k, v in changes.items() if k in LoopFacts.__dataclass_fields__}
+        own = {k: v for k, v in changes.items() if k not in loop_fields}
+        return replace(self, **own, loop=replace(self.loop, **loop_fields))
+
+    def as_data(self) -> dict[str, Any]:
+        """The question as JSON data, for the answer to carry."""
+        plain = {k: v for k, v in asdict(replace(self, loop=self.loop)).items() if k not in ("model", "device", "defaults", "loop")}
+        return {
+            "model": self.model.name,
+            "task": self.model.task,
+            "gpu": self.device.key,
+            **plain,
+            "frozen": list(self.frozen),
+            "loop": asdict(self.loop),
+        }
+
+
+def _one_of(option: str, value: str, known: tuple[str, ...], later: tuple[str, ...] = ()) -> None:
+    if value in known:
+        return
+    if value in later:
+        raise CannotTell(f"{option} {value} is not modelled yet. Known so far: {', '.join(known)}")
+    hint = did_you_mean(value, (*known, *later))
+    raise UserError(f"{option} {value!r} is not known", f"{hint} Choose one of {', '.join(known)}".strip())

@@ -1,0 +1,62 @@
+"""One GPU, the plain PyTorch loop: everything lives on the device, `.grad` accumulates, the optimizer steps all parameters."""
+
+from __future__ import annotations
+
+from ..clipping import clip_grad_norm_events
+from ..ledger import Component
+from ..optimizers.rule import OptimizerTensor, StepEvents
+from ..simulate import Block, Simulation
+from ..trace.steptrace import TensorSlot
+from .base import Strategy
+
+
+class SingleDevice(Strategy):
+    """`model.to(device)`, then per step: zero_grad, forward, backward, clip, optimizer.step()."""
+
+    name = "single"
+
+    def __init__(self) -> None:
+        self._grads: dict[str, Block] = {}
+        self._steps = 0
+
+    def at_init(self, sim: Simulation) -> None:
+        for slot in sim.trace.params:
+            sim.place(Component.PARAM, slot.fqn, slot.shape, slot.dtype)
+        for slot in sim.trace.buffers:
+            sim.place(Component.BUFFER, slot.fqn, slot.shape, slot.dtype)
+        if sim.trains:
+            sim.run_optimizer(self._rule(sim).init, self._names(sim))
+
+    def grad_ready(self, sim: Simulation, param: TensorSlot, block: Block | None) -> None:
+        if block is None:
+            return
+        if param.fqn in self._grads:  # AccumulateGrad: `.grad += new`, in place; the new one goes
+            sim.free(block)
+        else:
+            self._grads[param.fqn] = block
+
+    def holds_grad(self, sim: Simulation, param: TensorSlot) -> bool:
+        return param.fqn in self._grads
+
+    def step(self, sim: Simulation) -> None:
+        if sim.loop.clip_grad_norm:
+            for event in clip_grad_norm_events([p.shape for p in self._trainable(sim)], sim.target):
+                sim.run_temporary(event, "clip_grad_norm_")
+        rule = self._rule(sim)
+        sim.run_optimizer(rule.later if self._steps else rule.first, self._names(sim))
+        self._steps += 1
+
+    def zero_grad(self, sim: Simulation, set_to_none: bool) -> None:
+        if set_to_none:
+            for block in self._grads.values():
+                sim.free(block)
+            self._grads.clear()
+
+    def _trainable(self, sim: Simulation) -> list[TensorSlot]:
+        return [p for p in sim.trace.params if p.requires_grad]
+
+    def _names(self, sim: Simulation) -> list[str]:
+        return [p.fqn for p in self._trainable(sim)]
+
+    def _rule(self, sim: Simulation) -> StepEvents:
+        return sim.optimizer.step([OptimizerTensor(p.shape, p.dtype) for p in self._trainable(sim)])

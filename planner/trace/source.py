@@ -1,0 +1,143 @@
+"""Where traces come from: a family in memory or on disk, else new probes, else a trace of that one point."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from ...errors import CannotTell
+from .. import cache
+from .family import Domain, NoFamily, TraceFamily, domains, find_family
+
+if TYPE_CHECKING:
+    from ...models import ModelSpec
+    from ..request import Request
+    from .options import TraceOptions
+    from .steptrace import StepTrace
+
+_THRESHOLD_WORDS = ("window", "chunk")  # config keys that name a length at which a model takes another path
+
+
+class TraceSource:
+    """Answers `step(request)`; each distinct trace is made once.
+
+    `exact=True` traces every point at full depth: slow, and what families are checked against.
+    """
+
+    def __init__(self, *, exact: bool = False) -> None:
+        self._exact = exact
+        self._families: dict[Any, list[TraceFamily]] = {}
+        self._refused: set[Any] = set()
+        self._points: dict[Any, StepTrace] = {}
+        self._stacks: dict[Any, Any] = {}
+
+    def step(self, request: Request, target: str = "cuda") -> StepTrace:
+        """One micro step of the request's model, recorded for its GPU."""
+        options = trace_options(request, target)
+        if self._exact:
+            return self._trace(request.model, options)
+        base = replace(options, batch_size=0, seq_len=0)
+        key = (request.model.fingerprint, base)
+        point = (request.micro_batch_size, request.seq_len)
+        for family in self._families.setdefault(key, []):
+            if point in family.domain:
+                return family.at(*point)
+        for domain in domains(point, thresholds(request.model.config or {}), request.model.max_seq_len):
+            family_found = self._family(request.model, base, domain, key)
+            if family_found is not None:
+                self._families[key].append(family_found)
+                return family_found.at(*point)
+        return self._point(request.model, options)
+
+    def _family(self, spec: ModelSpec, base: TraceOptions, domain: Domain, key: Any) -> TraceFamily | None:
+        if (key, domain) in self._refused:
+            return None
+        name = cache.key("family", spec.fingerprint, base.as_data(), repr(domain))
+        stored = cache.get(name)
+        if stored == b"none":
+            return None
+        if stored is not None:
+            try:
+                return TraceFamily.from_bytes(stored)
+            except ValueError:
+                pass  # made by a broken write or another format: made again
+        from .depth import NotPeriodic, deepen
+
+        stacks = self._stacks_of(spec, base)
+
+        def probe(batch: int, seq: int) -> StepTrace:
+            options = replace(base, batch_size=batch, seq_len=seq)
+            return self._trace(spec, options, {s.path: s.shallow for s in stacks})
+
+        try:
+            family = find_family(domain, probe, lambda trace: deepen(trace, stacks))
+        except (NoFamily, NotPeriodic, CannotTell):  # CannotTell: a probe far out may miss values that the point itself knows
+            self._refused.add((key, domain))
+            cache.put(name, b"none")
+            return None
+        cache.put(name, family.to_bytes())
+        return family
+
+    def _point(self, spec: ModelSpec, options: TraceOptions) -> StepTrace:
+        """A trace of one point that no family covers, at full depth."""
+        key = (spec.fingerprint, options)
+        if key not in self._points:
+            from .steptrace import StepTrace
+
+            name = cache.key("point", spec.fingerprint, options.as_data())
+            stored = cache.get(name)
+            if stored is not None:
+                try:
+                    self._points[key] = StepTrace.from_bytes(stored)
+                    return self._points[key]
+                except ValueError:
+                    pass
+            self._points[key] = self._trace(spec, options)
+            cache.put(name, self._points[key].to_bytes())
+        return self._points[key]
+
+    def _stacks_of(self, spec: ModelSpec, base: TraceOptions) -> Any:
+        key = (spec.fingerprint, base)
+        if key not in self._stacks:
+            from .tracer import stacks_of
+
+            self._stacks[key] = stacks_of(spec, base)
+        return self._stacks[key]
+
+    @staticmethod
+    def _trace(spec: ModelSpec, options: TraceOptions, depth: Mapping[str, int] | None = None) -> StepTrace:
+        from .tracer import trace_step
+
+        return trace_step(spec, options, depth=depth)
+
+
+def thresholds(config: Mapping[str, Any]) -> list[int]:
+    """Lengths at which a model of this config takes another path: its sliding windows and attention chunks."""
+    found = []
+    for key, value in config.items():
+        if isinstance(value, dict):
+            found += thresholds(value)
+        elif isinstance(value, int) and not isinstance(value, bool) and any(word in key for word in _THRESHOLD_WORDS):
+            found.append(value)
+    return found
+
+
+def trace_options(request: Request, target: str = "cuda") -> TraceOptions:
+    from .options import SdpaClass, TraceOptions
+
+    return TraceOptions(
+        batch_size=request.micro_batch_size,
+        seq_len=request.seq_len,
+        precision=request.precision,
+        mode=request.mode,
+        recompute=request.recompute,
+        reentrant=request.reentrant,
+        attention=request.attention,
+        target=target,
+        sdpa=SdpaClass.of(request.device.compute_capability),
+        use_cache=request.use_cache,
+        target_len=request.target_len,
+        image_size=request.image_size,
+        frozen=request.frozen,
+    )

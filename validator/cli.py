@@ -1,0 +1,118 @@
+"""The command `validate`: runs the step for real and compares it with the prediction."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from ..errors import UserError
+from ..planner.options import add_model_options, add_run_options
+
+if TYPE_CHECKING:
+    from .compare import Comparison
+    from .store import Record
+
+_ABOUT = """Runs one or more training steps of MODEL for real, on this machine's GPU or else on its CPU, measures every phase,
+    and compares with the prediction.  Weights are random: nothing is downloaded but a model's config.
+    Exit code 0: the peaks agree, 1: they do not, 2: it could not be run."""
+
+
+def add_commands(commands: Any) -> None:
+    """Adds `validate` to the sub-parsers of the command line."""
+    parser = commands.add_parser("validate", help="run the step for real and compare with the prediction", description=_ABOUT)
+    add_model_options(parser)
+    for action in parser._actions:  # --records needs no model
+        if action.dest == "model":
+            action.nargs, action.required = "?", False
+    add_run_options(parser)
+    how = parser.add_argument_group("the real run")
+    how.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: the GPU where there is one (default)"
+    )
+    how.add_argument(
+        "--steps", type=int, metavar="N", default=2, help="optimizer steps (default: 2, the first makes the state)"
+    )
+    how.add_argument("--threads", type=int, metavar="N", default=1, help="threads of a CPU run; 0: torch's choice (default: 1)")
+    how.add_argument("--timeout", type=float, metavar="SECONDS", help="stop a run that takes longer (default: wait)")
+    how.add_argument(
+        "--tolerance", type=float, metavar="SHARE", help="how far the peaks may be apart (default: 0.001, GPU 0.01)"
+    )
+    how.add_argument("--snapshot", metavar="FILE.pickle", help="write the GPU's memory history for pytorch.org/memory_viz")
+    kept = parser.add_argument_group("the records")
+    kept.add_argument("--record", action=argparse.BooleanOptionalAction, default=True, help="remember the result (default)")
+    kept.add_argument("--store", metavar="PATH", help="where results are remembered (default: memplan's own folder)")
+    kept.add_argument("--records", action="store_true", help="list what was validated before, and run nothing")
+    parser.add_argument("--json", action="store_true", help="print JSON; sizes in bytes")
+    parser.set_defaults(run=run_validate, gpu="auto", gpu_memory=None, gpus=None, nodes=None)
+
+
+def run_validate(args: argparse.Namespace) -> int:
+    """Prints the comparison, or the records; 0 agrees, 1 differs, 2 could not run."""
+    import json
+
+    if args.records:
+        from .store import records
+
+        found = records(args.store)
+        print(json.dumps([vars(r) for r in found], indent=2) if args.json else _table(found))
+        return 0
+    comparison = _compare(args)
+    if args.json:
+        from importlib.metadata import version
+
+        print(json.dumps({"version": version("memplan"), **comparison.to_json()}, indent=2))
+    else:
+        print(comparison)
+    return comparison.exit_code
+
+
+def _compare(args: argparse.Namespace) -> Comparison:
+    from dataclasses import replace
+
+    from ..errors import CannotTell
+    from ..planner.options import not_modelled, request_from
+    from ..planner.progress import progress
+    from .api import ANY_GPU, resolve_device, run
+    from .store import remember
+
+    if args.model is None:
+        raise UserError("MODEL is missing", "Name a model, or use --records to list what was validated")
+    for option, least in (("steps", 1), ("threads", 0)):
+        if getattr(args, option) < least:
+            raise UserError(f"--{option} {getattr(args, option)}: must be {least} or more", "Leave it out for the default")
+    if args.timeout is not None and args.timeout <= 0:
+        raise UserError(f"--timeout {args.timeout:g}: must be more than 0", "Leave it out to wait")
+    device = resolve_device(args.device)
+    args.gpu = "auto" if device == "cuda" else ANY_GPU
+    missing = not_modelled(args)
+    if missing:
+        raise CannotTell(missing)
+    request = request_from(args).but(iterations=args.steps)
+    request.check()
+    with progress(f"predicting and running {args.model}", enabled=not args.json):
+        comparison = run(
+            request,
+            device,
+            tolerance=args.tolerance,
+            timeout_s=args.timeout,
+            threads=args.threads or None,
+            snapshot=args.snapshot,
+        )
+    warning = remember(comparison, args.store) if args.record else None
+    return replace(comparison, notes=(*comparison.notes, warning)) if warning else comparison
+
+
+def _table(found: list[Record]) -> str:
+    from ..units import human
+
+    if not found:
+        return "No records yet: `memplan validate MODEL` makes one."
+    lines = [f"{'made (UTC)':<20}  {'outcome':<13}  {'predicted':>10}  {'measured':>10}  what"]
+    for r in found:
+        measured = human(r.measured["peak_bytes"]) if r.measured else "-"
+        asked = r.request
+        what = f"{asked['model']} on {r.device}, micro batch {asked['micro_batch_size']}, sequence {asked['seq_len']}"
+        what += f", {asked['precision']}"
+        what += f": {r.reason}" if r.reason else ""
+        lines.append(f"{r.made[:19]:<20}  {r.outcome:<13}  {human(r.predicted['peak_bytes']):>10}  {measured:>10}  {what}")
+    return "\n".join(lines)

@@ -1,0 +1,53 @@
+"""The process in which the step runs: `python -m memplan.validator.worker JOB.json OUTCOME.json`.
+
+A process of its own, because the run may be killed for its memory, hang, or crash in a user's code, and because what the
+parent has allocated must not be measured.  It writes an outcome whatever happens, short of being killed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+
+from ..errors import MemplanError
+from .job import Job, Outcome, read_json, write_whole
+
+
+def run_job(job: Job) -> Outcome:
+    """Measures; every failure of the run is an outcome with its reason."""
+    try:
+        if job.device == "cuda":
+            from . import cuda
+
+            return Outcome(usage=cuda.measure(job.request, snapshot=job.snapshot))
+        from . import cpu
+
+        return Outcome(usage=cpu.measure(job.request, job.outputs, threads=job.threads))
+    except MemplanError as error:
+        return Outcome(reason=str(error))
+    except MemoryError:
+        return Outcome(reason="the run ran out of host memory (MemoryError)")
+    except Exception as error:
+        return Outcome(reason=f"the run raised {_one_line(error)}")
+
+
+def _one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    kind = type(error).__name__
+    if "not enough memory" in text or kind == "OutOfMemoryError":
+        kind = "OutOfMemoryError"
+    return f"{kind}: {text[:300]}" if text else kind
+
+
+def main(argv: Sequence[str]) -> int:
+    job_file, outcome_file = argv
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own chatter
+    outcome = run_job(Job.from_json(read_json(job_file)))
+    write_whole(outcome_file, json.dumps(outcome.to_json()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
