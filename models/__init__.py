@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 __all__ = ["BuiltModel", "FactoryRef", "ModelSpec", "build", "check_sizes", "load"]
 
 if TYPE_CHECKING:
-    from .builder import BuiltModel, build
+    from .builder import build
+    from .built import BuiltModel
     from .reference import load
     from .spec import FactoryRef, ModelSpec, check_sizes
 
 _LAZY = {
-    "BuiltModel": ".builder",
+    "BuiltModel": ".built",
     "FactoryRef": ".spec",
     "ModelSpec": ".spec",
     "build": ".builder",

@@ -11,41 +11,20 @@ import logging
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ..errors import UserError
 from . import batch as batches
-from . import factory, tasks
-from .spec import FactoryRef, ModelSpec
+from . import tasks
+from .built import BuiltModel
+from .from_factory import build_from_factory
+from .spec import ModelSpec
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor, nn
+    from torch import nn
 
 ATTENTIONS = ("sdpa", "eager", "flash_attention_2")
-
-
-class MakeBatch(Protocol):
-    def __call__(
-        self, batch_size: int, seq_len: int, *, target_len: int | None = None, image_size: int | None = None
-    ) -> dict[str, Any]: ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class BuiltModel:
-    """A module ready to train.
-
-    `make_batch(batch_size, seq_len)` gives the keyword arguments of one step, labels included, made with plain torch calls.
-    `step(module, batch)` runs the forward pass and returns the loss, a scalar tensor.
-    `attention` is what the module was really built with; `notes` says what differs from what was asked.
-    """
-
-    module: nn.Module
-    make_batch: MakeBatch
-    step: Callable[[nn.Module, Mapping[str, Any]], Tensor]
-    attention: str
-    notes: list[str] = field(default_factory=list)
 
 
 def build(spec: ModelSpec, *, dtype: torch.dtype, attention: str = "sdpa") -> BuiltModel:
@@ -57,7 +36,7 @@ def build(spec: ModelSpec, *, dtype: torch.dtype, attention: str = "sdpa") -> Bu
     if attention not in ATTENTIONS:
         raise UserError(f"attention: {attention!r} is not known", f"Choose one of {', '.join(ATTENTIONS)}")
     if spec.factory is not None:
-        return _from_factory(spec, spec.factory, dtype, attention)
+        return build_from_factory(spec, spec.factory, dtype, attention)
     return _from_config(spec, dtype, attention)
 
 
@@ -83,7 +62,7 @@ def _from_config(spec: ModelSpec, dtype: torch.dtype, attention: str) -> BuiltMo
         config.apply_spec_augment = False
         notes.append("SpecAugment is off: where it masks depends on random values, and it keeps next to nothing")
     cls = model_class(spec, config)
-    module, used = _instantiate(cls, config, dtype, attention, notes)
+    module, used = _instantiate(cls, config, {"dtype": dtype, **_trust(spec, cls)}, attention, notes)
     _untie_head(module, spec)
     _restore_fp32(module, dtype)
     if spec.task == "causal-lm" and getattr(module, "loss_type", "") is None:
@@ -113,8 +92,9 @@ def make_config(spec: ModelSpec) -> Any:
     model_type = values.pop("model_type", None)
     try:
         with _quiet():
-            if spec.trust_remote_code and spec.folder is not None and "auto_map" in values:
-                return AutoConfig.from_pretrained(spec.folder, trust_remote_code=True, **values)
+            if _has_own_code(spec):
+                where = spec.name if spec.source == "hub" else str(spec.folder)  # the hub's code is fetched beside its config
+                return AutoConfig.from_pretrained(where, trust_remote_code=True, **values)
             return CONFIG_MAPPING[model_type].from_dict({**values, "model_type": model_type})
     except UserError:
         raise
@@ -132,7 +112,7 @@ def model_class(spec: ModelSpec, config: Any) -> Any:
     if spec.task == "auto":
         return next((cls for cls in named if cls is not None), transformers.AutoModel)
     auto = getattr(transformers, tasks.AUTO_CLASS[spec.task])
-    remote = spec.trust_remote_code and auto.__name__ in (getattr(config, "auto_map", None) or {})
+    remote = _has_own_code(spec) and auto.__name__ in (getattr(config, "auto_map", None) or {})
     if not remote and type(config) not in auto._model_mapping:
         heads = {task: getattr(transformers, name)._model_mapping for task, name in tasks.AUTO_CLASS.items() if task != "auto"}
         able = [task for task, mapping in heads.items() if type(config) in mapping]
@@ -141,14 +121,21 @@ def model_class(spec: ModelSpec, config: Any) -> Any:
     return auto
 
 
-def _instantiate(cls: Any, config: Any, dtype: torch.dtype, attention: str, notes: list[str]) -> tuple[Any, str]:
+def _has_own_code(spec: ModelSpec) -> bool:
+    return spec.trust_remote_code and spec.folder is not None and bool((spec.config or {}).get("auto_map"))
+
+
+def _trust(spec: ModelSpec, cls: Any) -> dict[str, Any]:
+    return {"trust_remote_code": True} if _has_own_code(spec) and hasattr(cls, "from_config") else {}
+
+
+def _instantiate(cls: Any, config: Any, arguments: Mapping[str, Any], attention: str, notes: list[str]) -> tuple[Any, str]:
     make = cls.from_config if hasattr(cls, "from_config") else cls._from_config
     refused: list[str] = []
     for choice in dict.fromkeys((attention, "sdpa", "eager")):
         try:
             with _quiet(), _without_values() as valueless:
-                arguments = {"attn_implementation": choice, "dtype": dtype}
-                module = _make(make, copy.deepcopy(config), arguments)
+                module = _make(make, copy.deepcopy(config), {**arguments, "attn_implementation": choice})
                 if valueless:
                     module.tie_weights()  # part of the initialisation that was left out
         except (ValueError, ImportError) as error:
@@ -268,77 +255,3 @@ def _quiet() -> Iterator[None]:
             yield
     finally:
         logger.setLevel(before)
-
-
-_BATCH_HELP = (
-    "Return (module, batch_fn), where batch_fn(batch, seq) gives the keyword arguments of forward, for example "
-    "def batch_fn(batch, seq): ids = torch.zeros(batch, seq, dtype=torch.long); return dict(input_ids=ids, labels=ids)"
-)
-
-
-def _from_factory(spec: ModelSpec, ref: FactoryRef, dtype: torch.dtype, attention: str) -> BuiltModel:
-    import torch
-
-    made = factory.call(ref)
-    parts = made if isinstance(made, tuple) else (made,)
-    if not 1 <= len(parts) <= 3 or not isinstance(parts[0], torch.nn.Module):
-        got = f"({', '.join(type(p).__name__ for p in parts)})" if isinstance(made, tuple) else type(made).__name__
-        raise UserError(f"{ref} returned {got}", "Return a torch.nn.Module, (module, batch_fn) or (module, batch_fn, step_fn)")
-    module, batch_fn, step_fn = (*parts, None, None)[:3]
-    for what, function in (("batch_fn", batch_fn), ("step_fn", step_fn)):
-        if function is not None and not callable(function):
-            raise UserError(f"{ref}: {what} is a {type(function).__name__}, not a function", _BATCH_HELP)
-    notes = list(spec.notes)
-    cast = _cast(module, dtype, notes)
-    used = getattr(getattr(module, "config", None), "_attn_implementation", None) or attention
-    if batch_fn is None:
-        config: Any = getattr(module, "config", None)
-        if getattr(config, "model_type", None) is None:
-            raise UserError(f"{ref} returned a {type(module).__name__} without a batch_fn", _BATCH_HELP)
-        # a transformers model says itself what it eats
-        inputs = batches.Inputs(config=config, task=tasks.default_task(config.to_dict()), module=module, dtype=dtype)
-        own_step = inputs.step if step_fn is None else factory.guard(f"{ref}: step_fn", ref, step_fn)
-        return BuiltModel(module=module, make_batch=inputs.make, step=own_step, attention=used, notes=notes + inputs.notes)
-    user_batch = factory.guard(f"{ref}: batch_fn", ref, batch_fn)
-
-    def make(batch_size: int, seq_len: int, *, target_len: int | None = None, image_size: int | None = None) -> dict[str, Any]:
-        values = user_batch(batch_size, seq_len)
-        if not isinstance(values, Mapping):
-            raise UserError(f"{ref}: batch_fn returned a {type(values).__name__}, expected a dict", _BATCH_HELP)
-        floats = {k for k, v in values.items() if isinstance(v, torch.Tensor) and v.dtype == torch.float32}
-        return {k: v.to(dtype) if cast and k in floats and k != "labels" else v for k, v in values.items()}
-
-    forward = factory.guard(f"{ref}: the forward pass", ref, lambda module, batch: module(**batch))
-    user_step = forward if step_fn is None else factory.guard(f"{ref}: step_fn", ref, step_fn)
-
-    def step(module: nn.Module, batch: Mapping[str, Any]) -> Tensor:
-        return _loss(user_step(module, batch), ref)
-
-    return BuiltModel(module=module, make_batch=make, step=step, attention=used, notes=notes)
-
-
-def _cast(module: nn.Module, dtype: torch.dtype, notes: list[str]) -> bool:
-    """Casts an all-fp32 module to `dtype`; one that already mixes dtypes, or is 16-bit, is the user's own choice."""
-    import torch
-
-    dtypes = {p.dtype for p in module.parameters() if p.is_floating_point()}
-    if dtypes == {torch.float32} and dtype != torch.float32:
-        module.to(dtype)
-        return True
-    if dtypes and dtypes != {dtype}:
-        names = ", ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
-        notes.append(f"the factory's module has parameters in {names}: kept, not cast to {str(dtype).removeprefix('torch.')}")
-    return False
-
-
-def _loss(output: Any, ref: FactoryRef) -> Tensor:
-    import torch
-
-    loss = output
-    if not isinstance(output, torch.Tensor):
-        loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(output).__name__}"
-        raise UserError(f"{ref}: the step returned {got}, expected a scalar loss (or an output with .loss)",
-                        "Return the loss from forward, or give a third value step_fn(module, batch) -> loss")  # fmt: skip
-    return loss

@@ -41,7 +41,11 @@ def guard(what: str, ref: FactoryRef, function: Callable[..., Any]) -> Callable[
 
 
 def _function(ref: FactoryRef) -> Callable[..., Any]:
-    with _user_code(f"importing {ref.module or ref.path}", ref), contextlib.redirect_stdout(sys.stderr):
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    importing = f"importing {ref.module or ref.path}"
+    # the module outlives a trace: what it makes on import must be real for the next caller
+    with _user_code(importing, ref), contextlib.redirect_stdout(sys.stderr), unset_fake_temporarily():
         module = _module(ref)
     found = getattr(module, ref.function, None)
     if found is None:

@@ -39,7 +39,8 @@ def load(
     changes = dict(overrides or {})
     entry = catalogue.find(reference)
     if entry is not None:
-        return _spec(entry.id, "catalogue", entry.config, task or entry.task, changes, num_params=entry.num_params)
+        return _spec(entry.id, "catalogue", entry.config, task or entry.task, changes,
+                     num_params=entry.num_params, stored_dtype=entry.dtype)  # fmt: skip
     path = Path(reference).expanduser()
     if path.is_dir():
         return _from_folder(path, task, changes, trust_remote_code)
@@ -67,7 +68,13 @@ def _spec(
     chosen = tasks.check_task(task, changed) if task is not None else tasks.default_task(changed)
     if chosen == tasks.CUSTOM:
         raise UserError("task: 'custom' is for a factory of your own", "Write --model FILE.py:FUNCTION, or choose another task")
+    more.setdefault("stored_dtype", _stored_dtype(config))
     return ModelSpec(name=name, source=source, task=chosen, config=changed, max_seq_len=max_seq_len(changed), **more)
+
+
+def _stored_dtype(config: Mapping[str, Any]) -> str:
+    """What a config.json says of its weights: `dtype` since transformers 5, `torch_dtype` before."""
+    return str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
 
 
 def _from_folder(folder: Path, task: str | None, changes: Mapping[str, str], trust: bool) -> ModelSpec:
@@ -86,8 +93,8 @@ def _from_folder(folder: Path, task: str | None, changes: Mapping[str, str], tru
 def _from_config_file(file: Path, name: str, task: str | None, changes: Mapping[str, str], trust: bool) -> ModelSpec:
     config = _read_json(file)
     _check_model_type(config, str(file), trust)
-    num_params, notes = _params_in_index(file.parent)
-    return _spec(name, "folder", config, task, changes, num_params=num_params, notes=notes, folder=file.parent.resolve(),
+    num_params = _params_in_weights(file.parent)
+    return _spec(name, "folder", config, task, changes, num_params=num_params, folder=file.parent.resolve(),
                  trust_remote_code=trust)  # fmt: skip
 
 
@@ -182,19 +189,20 @@ def _known_model_types() -> set[str]:
     return names
 
 
-def _params_in_index(folder: Path) -> tuple[int | None, tuple[str, ...]]:
-    """The parameter count that the safetensors index states, or that the single safetensors file's header adds up to."""
+def _params_in_weights(folder: Path) -> int | None:
+    """The parameter count that the safetensors index states, or that the headers of the weights add up to."""
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if index.is_file():
-        total = _read_json(index).get("metadata", {}).get("total_parameters")
+        content = _read_json(index)
+        total = content.get("metadata", {}).get("total_parameters")
         if isinstance(total, int):
-            return total, ()
-        shards = sorted(folder / name for name in set(_read_json(index).get("weight_map", {}).values()))
+            return total
+        shards = sorted({folder / name for name in content.get("weight_map", {}).values()})
         if shards and all(shard.is_file() for shard in shards):
-            return sum(_params_in_header(shard) for shard in shards), ()
+            return sum(_params_in_header(shard) for shard in shards)
     elif single.is_file():
-        return _params_in_header(single), ()
-    return None, ()
+        return _params_in_header(single)
+    return None
 
 
 def _params_in_header(file: Path) -> int:

@@ -60,6 +60,7 @@ class ModelSpec:
     factory: FactoryRef | None = None
     num_params: int | None = None
     max_seq_len: int | None = None
+    stored_dtype: str = "float32"  # how the published weights are stored, which is how `from_pretrained` loads them
     trust_remote_code: bool = False
     folder: Path | None = None  # where config.json lay; code named by `auto_map` is taken from there
     notes: tuple[str, ...] = ()

@@ -199,7 +199,8 @@ def _remedy(change: _Change, prediction: Prediction) -> Remedy:
 def _smaller(request: Request, traces: TraceSource) -> list[Remedy]:
     """A smaller micro batch (with accumulation, so that the optimizer sees the same batch), and a shorter sequence."""
     found = []
-    batch = max_micro_batch_size(request, traces) if request.micro_batch_size > 1 else None
+    accumulating = request.but(grad_accum_steps=max(2, request.loop.grad_accum_steps)) if request.mode == "train" else request
+    batch = max_micro_batch_size(accumulating, traces) if request.micro_batch_size > 1 else None
     if batch and batch < request.micro_batch_size:
         steps = -(-request.micro_batch_size // batch) * request.loop.grad_accum_steps
         changed = request.but(micro_batch_size=batch, grad_accum_steps=steps if request.mode == "train" else 1)

@@ -11,6 +11,7 @@ from .loop import LoopFacts
 from .request import DEFAULT_MICRO_BATCH_SIZE, DEFAULT_SEQ_LEN, Request
 
 if TYPE_CHECKING:
+    from ..hardware.profile import Device
     from ..models import ModelSpec
     from .prediction import Prediction
     from .trace.source import TraceSource
@@ -92,5 +93,18 @@ def make_request(
         options["seq_len"] = min(DEFAULT_SEQ_LEN, spec.max_seq_len or DEFAULT_SEQ_LEN)
         if spec.task not in ("image-classification",):
             defaults.append(f"sequence length {options['seq_len']} (not given)")
-    request = Request(model=spec, device=device, loop=LoopFacts(**loop_facts), defaults=tuple(defaults), **options)
-    return request
+    if options.get("precision") is None:
+        options["precision"], reason = _default_precision(spec, device)
+        defaults.append(f"precision {options['precision']} (not given: {reason})")
+    return Request(model=spec, device=device, loop=LoopFacts(**loop_facts), defaults=tuple(defaults), **options)
+
+
+def _default_precision(spec: ModelSpec, device: Device) -> tuple[str, str]:
+    """(precision, why): that of the stored weights, as `from_pretrained` loads them, where it can train."""
+    if spec.stored_dtype not in ("bfloat16", "float16"):
+        return "fp32", "as the weights are stored"
+    if device.compute_capability is not None and device.compute_capability < (8, 0):
+        return "fp32", f"the weights are stored in 16 bits, but {device.name} has no bf16"
+    if spec.stored_dtype == "float16":
+        return "bf16", "the weights are stored in 16 bits, and pure fp16 does not train well"
+    return "bf16", "as the weights are stored"

@@ -39,7 +39,7 @@ def render(prediction: Prediction, width: int = WIDTH, *, colour: bool = False, 
         parts.append(_phases(prediction, width))
         parts.append(_host(prediction))
         parts.append(_largest(prediction, width))
-        parts.append(_remedies(prediction))
+        parts.append(_remedies(prediction, width))
         parts.append(_assumptions(prediction, width))
     return "\n\n".join(part for part in parts if part)
 
@@ -262,16 +262,23 @@ def _largest(p: Prediction, width: int) -> str:
     return "\n".join(["The largest that still fits, all else equal", *columns(rows)])
 
 
-def _remedies(p: Prediction) -> str:
+def _remedies(p: Prediction, width: int) -> str:
+    """One row a change; where the words do not fit beside the option, they follow on a line of their own."""
     if p.fits or not p.remedies:
         return ""
     helps = any(r.verdict in (Verdict.FITS, Verdict.TIGHT) for r in p.remedies)
-    title = "Any one of these changes makes it fit" if helps else "No single change makes it fit; these come closest"
-    rows = [("change", "add to the command", "GiB reserved", "")]
+    title = "Any one of these makes it fit" if helps else "None of these changes is enough; they come closest"
+    rows = [("GiB reserved", "", "add to the command", "which means")]
     for remedy in p.remedies:
         verdict = _HEADLINE[remedy.verdict].lower()
-        rows.append((remedy.change, remedy.option, figure(hundredths(remedy.reserved_peak_bytes)), verdict))
-    return "\n".join([title, *columns(rows, right=frozenset({2}))])
+        rows.append((figure(hundredths(remedy.reserved_peak_bytes)), verdict, remedy.option, remedy.change))
+    right = frozenset({0})
+    lines = columns(rows, right)
+    if max(map(len, lines)) > width:
+        short = columns([row[:3] for row in rows], right)
+        words: list[list[str]] = [[]] + [_wrapped(row[3], width, " " * 16, " " * 16) for row in rows[1:]]
+        lines = [line for first, more in zip(short, words, strict=True) for line in (first, *more)]
+    return "\n".join([title, *lines])
 
 
 def _assumptions(p: Prediction, width: int) -> str:

@@ -78,6 +78,9 @@ class Request:
             )
         if self.loop.grad_accum_steps < 1:
             raise UserError(f"--grad-accum {self.loop.grad_accum_steps}: must be at least 1", "Leave it out for none")
+        for name, value in (("--target-len", self.target_len), ("--image-size", self.image_size), ("--gpus", self.gpus)):
+            if value is not None and value < 1:
+                raise UserError(f"{name} {value}: must be at least 1", "Leave it out for the default")
         if self.gpus != 1:
             raise CannotTell(f"--gpus {self.gpus}: several GPUs are not modelled yet. Ask for one GPU")
         if self.compiled:

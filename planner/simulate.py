@@ -58,6 +58,7 @@ class Simulation:
         self.trace = trace
         self.loop = loop
         self.rank = rank
+        self.lane = 0  # of the run that is executed now
         self.work: list[Work] = []
         self._strategy = strategy
         self._optimizer = optimizer
@@ -80,7 +81,8 @@ class Simulation:
 
     @property
     def trains(self) -> bool:
-        return self.trace.options["mode"] == "train"
+        """Whether the loop steps; zeroth-order training steps without a backward."""
+        return self._strategy.trains(self.trace)
 
     @property
     def optimizer(self) -> OptimizerRule:
@@ -163,6 +165,7 @@ class Simulation:
 
     def _execute(self, run: Run, micro_batch: int) -> None:
         program, strategy, lane = self._program, self._strategy, run.lane
+        self.lane = lane
         kinds, args, auxs = program.kind, program.arg, program.aux
         blocks, roles = self._blocks, program.role
         position, stop = run.segment.start, run.segment.stop
@@ -328,7 +331,7 @@ class _Program:
                         if not backward:
                             last[storage] = index
         for storage, index in first.items():
-            if self.role[storage] == Role.ACTIVATION:
+            if self.role[storage] == Role.ACTIVATION and storage != trace.loss_storage:  # backward reads its shape only
                 self.pack_at.setdefault(last[storage], []).append(storage)
                 self.unpack_at.setdefault(index, []).append(storage)
 

@@ -94,7 +94,7 @@ def run(
 
     `timeout_s`: a run that takes longer is stopped; None waits.  `threads`: of torch on the CPU, None for its own choice.
     `snapshot`: where the GPU's memory history is written.  `isolated`: run in a process of its own; without it a crash of the
-    run is a crash of the caller.  `traces`: where the prediction's trace comes from; as for `memplan.fits` where it is left out.
+    run is a crash of the caller.  `traces`: where the trace comes from; a fresh `TraceSource` where it is left out.
     """
     from ..planner.trace.source import TraceSource
     from . import predicted

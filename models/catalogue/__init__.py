@@ -6,6 +6,7 @@ Each `*.json` here is one file of related models:
         "id": "org/name",              the id on the Hugging Face hub
         "aliases": ["name"],           other spellings; case never matters, and the part after the slash is one by itself
         "task": "causal-lm",           what it is usually trained for (tasks.py)
+        "dtype": "bfloat16",           how the published weights are stored; left out: float32
         "config": {...},               config.json: model_type and the architecture's numbers; the rest is transformers' default
         "num_params": 123,             parameters of the class that the task builds, tied weights once; checked by building it
         "published": "6.7B",           what its makers say: an exact int, or a string; makers round or cut off, hence num_params
@@ -34,6 +35,7 @@ class Entry:
     published: int | str
     published_by: str
     aliases: tuple[str, ...] = ()
+    dtype: str = "float32"
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -126,8 +126,8 @@ def _trace(name: str, impl: str, target: str, tensors: tuple[OptimizerTensor, ..
             if hasattr(value, "untyped_storage") and not _on_host(value, target, impl)
         ]
         init = tuple(StepEvent(StepKind.STATE, slot, nbytes, tensor) for slot, (nbytes, tensor) in enumerate(made))
-        first = _record_step(optimizer, params, target, impl)
-        later = _record_step(optimizer, params, target, impl)
+        first = _record_step(optimizer, params, target, impl, value=1.5)
+        later = _record_step(optimizer, params, target, impl, value=10.5)  # RAdam changes its path after five steps
     return StepEvents(first, later, init)
 
 
@@ -137,7 +137,7 @@ def _implementation(class_name: str, impl: str) -> dict[str, Any]:
     return {"foreach": impl == "foreach"}
 
 
-def _record_step(optimizer: Any, params: list[Any], target: str, impl: str) -> tuple[StepEvent, ...]:
+def _record_step(optimizer: Any, params: list[Any], target: str, impl: str, *, value: float) -> tuple[StepEvent, ...]:
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -149,8 +149,8 @@ def _record_step(optimizer: Any, params: list[Any], target: str, impl: str) -> t
 
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func is torch.ops.aten._local_scalar_dense.default:  # values do not change what is allocated
-                return 1.0
+            if func is torch.ops.aten._local_scalar_dense.default:  # step counts and the like
+                return value
             out = func(*args, **(kwargs or {}))
             tensor = _owner(args, owner)
             for result in out if isinstance(out, (list, tuple)) else (out,):

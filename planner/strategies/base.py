@@ -66,6 +66,10 @@ class Strategy(abc.ABC):
     def rank_classes(self, world_size: int) -> list[RankClass]:
         return [RankClass("every rank", 0, world_size)]
 
+    def trains(self, trace: StepTrace) -> bool:
+        """Whether the loop takes optimizer steps; a zeroth-order strategy does so with a trace that has no backward."""
+        return bool(trace.options["mode"] == "train")
+
     def schedule(self, trace: StepTrace, micro_batch: int) -> Iterator[Run]:
         """The runs of one micro step; the traced order unless a strategy reorders."""
         yield Run(Segment("step", 0, len(trace.event_kind)), Pass.FORWARD, micro_batch)

@@ -53,7 +53,8 @@ class SingleDevice(Strategy):
             self._grads.clear()
 
     def _trainable(self, sim: Simulation) -> list[TensorSlot]:
-        return [p for p in sim.trace.params if p.requires_grad]
+        """Parameters that receive a gradient: torch.optim and clipping skip those whose `.grad` stays None."""
+        return [sim.trace.params[i] for i in sorted(sim.trace.params_with_grad)]
 
     def _names(self, sim: Simulation) -> list[str]:
         return [p.fqn for p in self._trainable(sim)]

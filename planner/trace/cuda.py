@@ -35,12 +35,14 @@ _HALF = (torch.float16, torch.bfloat16)
 class Choices:
     """What was decided during a trace, for the assumptions; and the sizes that differ from the fake tensors' own."""
 
-    kernels: dict[str, int] = field(default_factory=dict)
+    kernels: set[str] = field(default_factory=set)
     cuda: bool = True
 
     @property
     def assumptions(self) -> list[str]:
-        return [f"attention runs the {name} kernel ({count} calls)" for name, count in sorted(self.kernels.items())]
+        if not self.kernels:
+            return []
+        return [f"attention (SDPA) runs torch's {' and '.join(sorted(self.kernels))} kernel" + "s" * (len(self.kernels) > 1)]
 
     def storage_bytes(self, func: Any, index: int, tensor: torch.Tensor, args: Any) -> int:
         """Bytes of output `index` of `func` in the real run, or -1: as the fake tensor says."""
@@ -140,7 +142,7 @@ def _attention(sdpa: SdpaClass, choices: Choices) -> Any:
             requires_grad=torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value)),
         )
         kernel = sdpa.choose(call) if query.dim() == 4 else "math"
-        choices.kernels[kernel] = choices.kernels.get(kernel, 0) + 1
+        choices.kernels.add(kernel)
         mask = _convert_mask(attn_mask, query.dtype)
         if kernel == "math":
             return aten._scaled_dot_product_attention_math(

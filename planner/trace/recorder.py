@@ -42,6 +42,9 @@ _IN_PLACE_IN_BACKWARD = {
     aten.index_add.default: aten.index_add_.default,
     aten.masked_scatter.default: aten.masked_scatter_.default,
 }
+# The real kernels give grad_input the input's shape, contiguous (layer_norm_kernel.cu, layer_norm.cpp: empty_like with
+# LEGACY_CONTIGUOUS); the fake one keeps the gradient's strides.
+_CONTIGUOUS_FIRST_OUTPUT = {aten.native_layer_norm_backward.default, aten._fused_rms_norm_backward.default}
 _ACCUMULATE_GRAD = 2**64 - 1  # the sequence number of AccumulateGrad nodes: they run as soon as they can
 _VIEW_FREE = 0
 _GROUPED_MM = aten._grouped_mm.default
@@ -185,6 +188,8 @@ class Recorder(TorchDispatchMode):
                 self._record(_IN_PLACE_IN_BACKWARD[func], args, kwargs, args[0], node_sequence)
                 return args[0]
         out = _fake_grouped_mm(args, kwargs) if func is _GROUPED_MM else func(*args, **kwargs)
+        if func in _CONTIGUOUS_FIRST_OUTPUT and not out[0].is_contiguous():
+            out = (torch.empty_like(out[0], memory_format=torch.contiguous_format), *out[1:])
         self._record(func, args, kwargs, out, node_sequence)
         self._shadows.follow(func, args, kwargs, out)
         return out

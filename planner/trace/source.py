@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ...errors import CannotTell
+from ...errors import CannotTell, UserError
 from .. import cache
 from .family import Domain, NoFamily, TraceFamily, domains, find_family
 
@@ -72,9 +72,12 @@ class TraceSource:
 
         try:
             family = find_family(domain, probe, lambda trace: deepen(trace, stacks))
-        except (NoFamily, NotPeriodic, CannotTell):  # CannotTell: a probe far out may miss values that the point itself knows
+        except (NoFamily, NotPeriodic):
             self._refused.add((key, domain))
             cache.put(name, b"none")
+            return None
+        except (CannotTell, UserError):  # a probe far out may fail where the point itself does not; if not, it says so itself
+            self._refused.add((key, domain))
             return None
         cache.put(name, family.to_bytes())
         return family

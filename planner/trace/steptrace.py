@@ -190,6 +190,11 @@ class StepTrace:
         table = np.array([s.flops for s in self.signatures], dtype=np.float64)
         return int(table[self.op_signature].sum())
 
+    @cached_property
+    def params_with_grad(self) -> frozenset[int]:
+        """Indices of the parameters that receive a gradient; one that the loss does not reach is trainable, but has none."""
+        return frozenset(self.event_arg[self.event_kind == EventKind.GRAD].tolist())
+
     def events(self) -> Iterator[tuple[EventKind, int, int]]:
         kinds = list(EventKind)
         for kind, arg, aux in zip(self.event_kind.tolist(), self.event_arg.tolist(), self.event_aux.tolist(), strict=True):

@@ -118,8 +118,14 @@ def _record(
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         where = recorder.where() or "the model"
         raise CannotTell(f"{spec.name}: {where} decides by the values of a tensor ({error.func}), which no trace knows") from error
+    except (UserError, CannotTell, KeyboardInterrupt):
+        raise
     except UnsupportedOperatorException as error:
         raise CannotTell(f"{spec.name}: the op {error.func} has no fake implementation, so its memory is not known") from error
+    except Exception as error:
+        where = recorder.where() or "the step"
+        line = " ".join(str(error).split())[:300]
+        raise UserError(f"{spec.name}: {where} raised {type(error).__name__}: {line}", "--debug shows the traceback") from error
 
 
 def _batch(built: Any, options: TraceOptions, fake_mode: FakeTensorMode) -> dict[str, Any]:

@@ -63,6 +63,16 @@ def test_a_factory_is_built_without_memory_under_a_fake_mode(tmp_path):
         assert isinstance(built.make_batch(2, 2)["input"], FakeTensor)
 
 
+def test_what_a_file_makes_on_import_is_real_even_when_it_is_first_imported_for_a_trace(tmp_path):
+    file = write(
+        tmp_path / "net.py",
+        NET + "\n    TABLE = torch.ones(2)\n    def table(): return torch.nn.Identity(), lambda b, s: {'x': TABLE}",
+    )
+    with FakeTensorMode():
+        made(file)
+    assert not isinstance(made(file, "table").make_batch(1, 1)["x"], FakeTensor)
+
+
 def test_a_file_that_imports_its_neighbours_works(tmp_path):
     write(tmp_path / "neighbour_of_net.py", "WIDTH = 3")
     file = write(tmp_path / "net.py", NET.replace("import torch", "import torch\n    from neighbour_of_net import WIDTH", 1))

@@ -82,6 +82,18 @@ def test_the_header_of_a_weights_file_gives_the_parameter_count(tmp_path):
     assert load(str(tmp_path)).num_params == 13
 
 
+def test_the_headers_of_all_shards_are_added(tmp_path):
+    write(tmp_path / "config.json", TINY)
+    write(
+        tmp_path / "model.safetensors.index.json",
+        {"metadata": {"total_size": 8}, "weight_map": {"a": "1.safetensors", "b": "2.safetensors"}},
+    )
+    for name, size in (("1", 2), ("2", 5)):
+        header = json.dumps({name: {"dtype": "F32", "shape": [size], "data_offsets": [0, 4 * size]}}).encode()
+        (tmp_path / f"{name}.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(4 * size))
+    assert load(str(tmp_path)).num_params == 7
+
+
 def test_a_broken_weights_file_is_named(tmp_path):
     write(tmp_path / "config.json", TINY)
     (tmp_path / "model.safetensors").write_bytes(b"not a safetensors file")

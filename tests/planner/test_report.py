@@ -211,15 +211,28 @@ def test_changes_that_help_are_shown_with_their_peak_when_it_does_not_fit():
     better = Remedy(change="recompute", option="--recompute full", reserved_peak_bytes=3 * GiB, verdict=Verdict.FITS)
     text = render(prediction(**NOT, remedies=(better,)))
 
-    assert "Any one of these changes makes it fit" in text
-    assert re.search(r"recompute +--recompute full +3\.00 +fits", text)
+    assert "Any one of these makes it fit" in text
+    assert re.search(r"3\.00 +fits +--recompute full +recompute", text)
 
 
 def test_changes_that_do_not_suffice_are_not_called_a_cure():
     better = Remedy(change="recompute", option="--recompute full", reserved_peak_bytes=30 * GiB, verdict=Verdict.DOES_NOT_FIT)
     text = render(prediction(**NOT, remedies=(better,)))
 
-    assert "No single change makes it fit; these come closest" in text
+    assert "None of these changes is enough; they come closest" in text
+
+
+def test_words_that_do_not_fit_beside_their_option_follow_on_a_line_of_their_own():
+    option, words = (
+        "--precision bf16 --optimizer adafactor --recompute full",
+        "smaller numbers, another optimizer, and more time",
+    )
+    remedy = Remedy(change=words, option=option, reserved_peak_bytes=3 * GiB, verdict=Verdict.FITS)
+    lines = render(prediction(**NOT, remedies=(remedy,)), 92).splitlines()
+
+    row = next(i for i, line in enumerate(lines) if option in line)
+    assert lines[row + 1].strip() == words
+    assert max(map(len, lines)) <= 92
 
 
 def test_inference_has_no_steps_and_keeps_nothing_for_backward():

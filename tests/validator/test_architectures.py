@@ -1,0 +1,161 @@
+"""The step is run for real and every allocator event is counted: the prediction must say the same, whatever the model."""
+
+from pathlib import Path
+
+import pytest
+
+from memplan.models import ModelSpec, load
+from memplan.planner.trace.source import TraceSource
+from memplan.validator.api import request_for, run
+
+USER = Path(__file__).with_name("user_models.py")
+SMALL = {"vocab_size": 211, "hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "max_position_embeddings": 128}  # fmt: skip
+GROUPED = {**SMALL, "num_key_value_heads": 2}
+HEADS = {**GROUPED, "head_dim": 16}
+CONFIGS = {
+    "llama": ("causal-lm", GROUPED),
+    "gpt2": ("causal-lm", {"vocab_size": 211, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128}),
+    "bert": ("masked-lm", SMALL),
+    "opt": ("causal-lm", {"vocab_size": 211, "hidden_size": 64, "ffn_dim": 112, "num_hidden_layers": 2, "num_attention_heads": 4,
+                          "max_position_embeddings": 128, "word_embed_proj_dim": 64}),
+    "qwen2": ("causal-lm", GROUPED),
+    "qwen3": ("causal-lm", HEADS),
+    "gemma2": ("causal-lm", {**HEADS, "sliding_window": 32}),
+    "gemma3_text": ("causal-lm", {**HEADS, "sliding_window": 32}),
+    "t5": ("seq2seq-lm", {"vocab_size": 211, "d_model": 64, "d_kv": 16, "d_ff": 112, "num_layers": 2, "num_heads": 4,
+                          "decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1}),
+    "vit": ("image-classification", {"hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 2,
+                                     "num_attention_heads": 4, "image_size": 32, "patch_size": 8}),
+    "swin": ("image-classification", {"image_size": 64, "patch_size": 4, "embed_dim": 32, "depths": [2, 2], "num_heads": [2, 4],
+                                      "window_size": 4}),
+    "resnet": ("image-classification", {"embedding_size": 16, "hidden_sizes": [16, 32], "depths": [1, 1], "image_size": 64}),
+    "whisper": ("speech-seq2seq", {"vocab_size": 211, "d_model": 64, "encoder_layers": 2, "decoder_layers": 2,
+                                   "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 112,
+                                   "decoder_ffn_dim": 112, "num_mel_bins": 16, "max_source_positions": 50,
+                                   "max_target_positions": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+                                   "decoder_start_token_id": 1}),
+    "mixtral": ("causal-lm", {**GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "deepseek_v3": ("causal-lm", {**SMALL, "n_routed_experts": 8, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2,
+                                  "moe_intermediate_size": 32, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8,
+                                  "v_head_dim": 16, "qk_nope_head_dim": 16, "first_k_dense_replace": 1}),
+    "deberta-v2": ("masked-lm", {**SMALL, "pad_token_id": 0}),
+    "mamba": ("causal-lm", {"vocab_size": 211, "hidden_size": 64, "num_hidden_layers": 2}),
+}  # fmt: skip
+FACTORIES = ("cnn", "shared", "several_forwards", "unused_layer")
+TRANSFORMER = ("llama", "gpt2", "bert", "t5", "gemma3_text", "mixtral")
+
+
+def model(name):
+    if name in FACTORIES:
+        return load(f"{USER}:{name}")
+    task, config = CONFIGS[name]
+    return ModelSpec(name=name, source="folder", task=task, config={"model_type": name, **config})
+
+
+def validated(name, *, exact=True, **options):
+    """The comparison of one run in this process; two samples of 64 tokens."""
+    request = request_for(model(name), "cpu", **{"micro_batch_size": 2, "seq_len": 64, **options})
+    return run(request, "cpu", isolated=False, traces=TraceSource(exact=exact))
+
+
+def assert_agrees(comparison):
+    assert comparison.reason == ""
+    assert comparison.agrees, str(comparison)
+    assert comparison.tolerance == 0.001
+
+
+@pytest.mark.parametrize("name", [*CONFIGS, *FACTORIES])
+def test_the_peak_of_a_real_fp32_step_is_the_predicted_one(name):
+    assert_agrees(validated(name))
+
+
+@pytest.mark.parametrize("name", [*TRANSFORMER, "vit", "cnn", "shared"])
+def test_the_peak_in_bf16_is_the_predicted_one(name):
+    assert_agrees(validated(name, precision="bf16"))
+
+
+@pytest.mark.parametrize("name", [*TRANSFORMER, "vit", "cnn", "shared"])
+def test_the_peak_under_bf16_autocast_is_the_predicted_one(name):
+    assert_agrees(validated(name, precision="bf16-autocast"))
+
+
+@pytest.mark.parametrize("name", TRANSFORMER)
+def test_the_peak_with_activation_checkpointing_is_the_predicted_one(name):
+    assert_agrees(validated(name, recompute="full"))
+
+
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_the_peak_with_reentrant_checkpointing_is_the_predicted_one(name):
+    assert_agrees(validated(name, recompute="full", reentrant=True))
+
+
+@pytest.mark.parametrize("name", ["llama", "t5", "cnn"])
+@pytest.mark.parametrize("zero_grad", ["after-step", "before-forward", "before-backward"])
+def test_the_peak_with_gradient_accumulation_is_the_predicted_one(name, zero_grad):
+    assert_agrees(validated(name, grad_accum_steps=3, zero_grad=zero_grad))
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "sgd-momentum", "adam", "adafactor", "adagrad", "rmsprop", "nadam", "radam"])
+def test_the_peak_with_another_optimizer_is_the_predicted_one(optimizer):
+    assert_agrees(validated("shared", optimizer=optimizer))
+
+
+@pytest.mark.parametrize("impl", ["foreach", "fused", "for-loop"])
+@pytest.mark.parametrize("name", ["llama", "vit"])
+def test_the_peak_with_another_implementation_of_adamw_is_the_predicted_one(name, impl):
+    assert_agrees(validated(name, optimizer_impl=impl))
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"set_to_none": False},
+        {"clip_grad_norm": True},
+        {"keep_outputs": True},
+        {"frozen": ("transformer.wte", "transformer.h.0")},
+        {"attention": "eager"},
+        {"precision": "fp16"},
+        {"precision": "fp16-autocast"},
+        {"mode": "forward"},
+        {"mode": "inference"},
+        {"iterations": 1},
+    ],
+    ids=str,
+)
+def test_the_peak_under_other_facts_of_the_loop_is_the_predicted_one(facts):
+    facts = dict(facts)
+    steps = facts.pop("iterations", 2)
+    assert_agrees(validated("gpt2", steps=steps, **facts))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "shared"])
+def test_every_phase_and_component_agrees_not_only_the_peak(name):
+    comparison = validated(name)
+    off = [row for row in comparison.rows if not row.within(0.001)]
+    assert off == []
+    assert {row.what for row in comparison.rows} == {"peak", "after", "param", "buffer", "grad", "optimizer_state"}
+
+
+def test_a_trace_that_was_extended_in_depth_and_size_agrees_as_well():
+    config = {**GROUPED, "num_hidden_layers": 6}
+    spec = ModelSpec(name="llama", source="folder", task="causal-lm", config={"model_type": "llama", **config})
+    request = request_for(spec, "cpu", micro_batch_size=3, seq_len=48)
+    assert_agrees(run(request, "cpu", isolated=False))
+
+
+def test_a_wrong_prediction_is_seen():
+    """The proof must be able to fail: another sequence length predicts another peak."""
+    right = validated("gpt2", seq_len=64)
+    source = TraceSource(exact=True)
+    longer = source.step(request_for(model("gpt2"), "cpu", micro_batch_size=2, seq_len=72), target="cpu")
+
+    class Wrong(TraceSource):
+        def step(self, request, target="cuda"):
+            return longer
+
+    request = request_for(model("gpt2"), "cpu", micro_batch_size=2, seq_len=64)
+    wrong = run(request, "cpu", isolated=False, traces=Wrong())
+    assert right.exit_code == 0
+    assert wrong.exit_code == 1
+    assert wrong.peak.predicted_bytes > wrong.peak.measured_bytes

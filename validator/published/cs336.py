@@ -1,0 +1,176 @@
+"""The decoder of Stanford's CS336 assignments, written from its public description: what its published runs trained.
+
+Pre-norm blocks with RMSNorm, rotary positions, causal attention with materialised fp32 scores, and SwiGLU; every linear map is
+an einsum without bias, the head is not tied.  Shapes: B batch, S tokens, H heads, D features of a head, M = H * D.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class Linear(nn.Module):
+    """y = x W^T by einsum; W is [out, in]."""
+
+    def __init__(self, features_in: int, features_out: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(features_out, features_in))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("...i,oi->...o", x, self.weight)
+
+
+class Embedding(nn.Module):
+    def __init__(self, vocab_size: int, features: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocab_size, features))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.weight[ids, :]
+
+
+class RMSNorm(nn.Module):
+    """Computed in fp32, returned in the input's dtype."""
+
+    def __init__(self, features: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(features))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        dtype = x.dtype
+        x = x.to(torch.float32)
+        scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+        x = x * scale
+        return (self.weight * x).to(dtype)
+
+
+class Rotary(nn.Module):
+    """Rotates pairs of features; cosines and sines are a table [2, positions, D / 2]."""
+
+    def __init__(self, positions: int, head_dim: int, theta: float = 10_000.0) -> None:
+        super().__init__()
+        powers = torch.arange(0, head_dim, 2) / head_dim
+        angles = torch.outer(torch.arange(positions), theta**-powers)
+        self.register_buffer("table", torch.stack((torch.cos(angles), torch.sin(angles))), persistent=False)
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        first, second = x.unflatten(-1, (-1, 2)).movedim(-1, 0).unbind(0)
+        cos, sin = self.table[:, positions].unbind(0)
+        turned_first = cos * first - sin * second
+        turned_second = sin * first + cos * second
+        return torch.stack((turned_first, turned_second), dim=-1).flatten(-2)
+
+
+def _softmax(x: Tensor) -> Tensor:
+    shifted = x - torch.max(x, dim=-1, keepdim=True)[0]
+    exponentials = torch.exp(shifted)
+    return exponentials / torch.sum(exponentials, dim=-1, keepdim=True)
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+    """query, key, value: [B, H, S, D]; mask: [S, S], True where a query may look."""
+    scores = torch.einsum("...qd,...kd->...qk", query, key) / math.sqrt(query.shape[-1])
+    scores = torch.where(mask, scores, float("-inf"))
+    weights = _softmax(scores)
+    return torch.einsum("...qk,...kd->...qd", weights, value)
+
+
+class Attention(nn.Module):
+    def __init__(self, features: int, heads: int, rotary: Rotary) -> None:
+        super().__init__()
+        self.heads = heads
+        self.q_proj = Linear(features, features)
+        self.k_proj = Linear(features, features)
+        self.v_proj = Linear(features, features)
+        self.output_proj = Linear(features, features)
+        self.rotary = rotary
+
+    def forward(self, x: Tensor) -> Tensor:
+        length = x.shape[-2]
+        query, key, value = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        query, key, value = (t.unflatten(-1, (self.heads, -1)).transpose(-3, -2) for t in (query, key, value))
+        positions = torch.arange(length, device=x.device)
+        query = self.rotary(query, positions)
+        key = self.rotary(key, positions)
+        places = torch.arange(length, device=x.device)
+        mask = places[:, None] >= places[None, :]
+        out = _attention(query, key, value, mask)
+        out = out.transpose(-3, -2).flatten(-2).contiguous()
+        return self.output_proj(out)
+
+
+class SwiGLU(nn.Module):
+    def __init__(self, features: int, hidden: int) -> None:
+        super().__init__()
+        self.w1 = Linear(features, hidden)
+        self.w2 = Linear(hidden, features)
+        self.w3 = Linear(features, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = self.w1(x)
+        return self.w2(gate * torch.sigmoid(gate) * self.w3(x))
+
+
+class Block(nn.Module):
+    def __init__(self, features: int, heads: int, hidden: int, rotary: Rotary) -> None:
+        super().__init__()
+        self.attn = Attention(features, heads, rotary)
+        self.ffn = SwiGLU(features, hidden)
+        self.ln1 = RMSNorm(features)
+        self.ln2 = RMSNorm(features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.ln1(x))
+        return x + self.ffn(self.ln2(x))
+
+
+class Decoder(nn.Module):
+    def __init__(
+        self, vocab_size: int, hidden_size: int, intermediate_size: int, num_hidden_layers: int, num_attention_heads: int, positions: int
+    ) -> None:
+        super().__init__()
+        rotary = Rotary(positions, hidden_size // num_attention_heads)
+        self.token_embeddings = Embedding(vocab_size, hidden_size)
+        self.layers = nn.ModuleList(
+            Block(hidden_size, num_attention_heads, intermediate_size, rotary) for _ in range(num_hidden_layers)
+        )
+        self.ln_final = RMSNorm(hidden_size)
+        self.lm_head = Linear(hidden_size, vocab_size)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.token_embeddings(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.lm_head(self.ln_final(x))
+
+
+def build(
+    vocab_size: int = 10_000,
+    hidden_size: int = 768,
+    intermediate_size: int = 3072,
+    num_hidden_layers: int = 12,
+    num_attention_heads: int = 12,
+    max_position_embeddings: int = 2048,
+    loss: str = "cross-entropy",
+) -> Any:
+    """A factory of memplan's form: (module, batch_fn, step_fn).  `loss`: cross-entropy, or mean (of the logits)."""
+    module = Decoder(
+        vocab_size, hidden_size, intermediate_size, num_hidden_layers, num_attention_heads, max_position_embeddings
+    )
+
+    def batch(batch_size: int, seq_len: int) -> dict[str, Tensor]:
+        ids = torch.arange(batch_size * seq_len).reshape(batch_size, seq_len) % vocab_size
+        return {"ids": ids, "targets": ids.clone()}
+
+    def step(model: nn.Module, inputs: Any) -> Tensor:
+        logits = model(inputs["ids"])
+        if loss == "mean":
+            return logits.mean()
+        return nn.functional.cross_entropy(logits.flatten(0, 1), inputs["targets"].flatten())
+
+    return module, batch, step
