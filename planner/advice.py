@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from .trace.source import TraceSource
 
 _MAX_BATCH = 1 << 14
-_SEQ_STEP = 16  # lengths are searched in these steps, as people choose them
+_SEQ_STEP = 16  # lengths are searched in these steps, as people choose them ...
+_MIN_STEPS = 2  # ... from here on: shorter ones are traced one by one (family.py), and nobody trains on them
 _MAX_REMEDIES = 6
 
 
@@ -30,7 +31,7 @@ def advise(prediction: Prediction, request: Request, traces: TraceSource) -> Pre
             max_micro_batch_size=max_micro_batch_size(request, traces),
             max_seq_len=max_seq_len(request, traces),
         )
-    return replace(prediction, remedies=tuple(remedies(request, traces)))
+    return replace(prediction, remedies=tuple(remedies(request, traces, prediction)))
 
 
 def max_micro_batch_size(request: Request, traces: TraceSource) -> int | None:
@@ -43,13 +44,13 @@ def max_seq_len(request: Request, traces: TraceSource) -> int | None:
     if request.model.task == "image-classification":
         return None
     limit = request.model.max_seq_len or 1 << 17
-    if limit < _SEQ_STEP:
+    if limit < _MIN_STEPS * _SEQ_STEP:
         return None
 
     def at(n: int) -> Request:
         return request.but(seq_len=n * _SEQ_STEP)
 
-    found = _largest(at, 1, limit // _SEQ_STEP, max(1, request.seq_len // _SEQ_STEP), traces)
+    found = _largest(at, _MIN_STEPS, limit // _SEQ_STEP, request.seq_len // _SEQ_STEP, traces)
     if found is None:
         return None
     if found == limit // _SEQ_STEP and limit % _SEQ_STEP and _fits(request.but(seq_len=limit), traces)[0]:
@@ -120,11 +121,15 @@ class _Change:
     request: Request
 
 
-def remedies(request: Request, traces: TraceSource) -> list[Remedy]:
+def remedies(request: Request, traces: TraceSource, prediction: Prediction) -> list[Remedy]:
     """Single changes that make it fit, cheapest first; where none does, the pair or triple that does, else the closest ones."""
     found: list[Remedy] = []
     near: list[tuple[Remedy, _Change]] = []
+    step = prediction.phases.get("step")
+    step_alone = step is not None and step.requested_bytes > request.device.usable_bytes  # activations are not the matter
     for change in _changes(request):
+        if step_alone and change.option.startswith("--recompute"):
+            continue
         remedy = _try(change, traces)
         if remedy is None:
             continue
@@ -134,8 +139,8 @@ def remedies(request: Request, traces: TraceSource) -> list[Remedy]:
             near.append((remedy, change))
         if len(found) == _MAX_REMEDIES:
             break
-    for remedy in _smaller(request, traces):
-        found.insert(0, remedy)
+    if not step_alone:
+        found = _smaller(request, traces) + found
     if not found:
         found = _combined(request, traces)
     if not found:

@@ -123,8 +123,11 @@ def run(
         notes = [*request.defaults]
     outcome = run_isolated(job, timeout_s=timeout_s) if isolated else run_job(job)
     theirs = outcome.usage
+    question = request.as_data()
+    if device == "cpu":
+        del question["gpu"]  # a CPU run asks nothing of one
     return Comparison(
-        question=request.as_data(),
+        question=question,
         device="cpu" if device == "cpu" else request.device.name,
         tolerance=TOLERANCE[device] if tolerance is None else tolerance,
         predicted=ours,

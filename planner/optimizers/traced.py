@@ -102,14 +102,19 @@ def _read(data: bytes) -> StepEvents:
 
 
 def _trace(name: str, impl: str, target: str, tensors: tuple[OptimizerTensor, ...]) -> StepEvents:
+    import contextlib
+
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    # meta tensors are the fastest that have no data; torch lets the fused kernels run on named devices only: fake CPU tensors
+    device = "cpu" if impl == "fused" or target == "cpu" else "meta"
+    fake = FakeTensorMode() if device == "cpu" else contextlib.nullcontext()
     class_name, arguments, _ = _OPTIMIZERS[name]
     if not tensors:
         return StepEvents((), ())
-    with FakeTensorMode():
-        params = [torch.nn.Parameter(torch.empty(t.shape, dtype=getattr(torch, t.dtype))) for t in tensors]
+    with fake:
+        params = [torch.nn.Parameter(torch.empty(t.shape, dtype=getattr(torch, t.dtype), device=device)) for t in tensors]
         groups: dict[int, list[Any]] = {}
         for tensor, param in zip(tensors, params, strict=True):
             groups.setdefault(tensor.group, []).append(param)

@@ -19,10 +19,12 @@ from __future__ import annotations
 import bisect
 import weakref
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
@@ -47,19 +49,46 @@ _IN_PLACE_IN_BACKWARD = {
 _CONTIGUOUS_FIRST_OUTPUT = {aten.native_layer_norm_backward.default, aten._fused_rms_norm_backward.default}
 _ACCUMULATE_GRAD = 2**64 - 1  # the sequence number of AccumulateGrad nodes: they run as soon as they can
 _VIEW_FREE = 0
+_NEVER_CACHED = {aten.lift_fresh.default, aten.lift_fresh_copy.default, aten._to_copy.default, aten.scalar_tensor.default}
+_WITHOUT_DISPATCH = torch._C._DisableTorchDispatch
 _GROUPED_MM = aten._grouped_mm.default
 
 
-class Recorder(TorchDispatchMode):
-    """Use: `with fake_mode, Recorder(...) as recorder: recorder.begin(batch); ...; trace = recorder.finish(...)`."""
+@dataclass(slots=True)
+class _Arguments:
+    """The arguments of one op: its tensors, what tells it from other ops (None: cannot be hashed), and their fx form."""
 
-    def __init__(self, module: torch.nn.Module, *, storage_bytes: Callable[..., int] | None = None) -> None:
-        """`storage_bytes(func, output index, tensor) -> bytes` overrides the size of an output whose CUDA dtype differs."""
+    inputs: list[torch.Tensor]
+    key: Any
+    node_args: tuple[Any, ...]
+    node_kwargs: dict[str, Any]
+
+
+class Recorder(TorchDispatchMode):
+    """Use: `with Recorder(module, fake_mode) as recorder: recorder.begin(batch); ...; trace = recorder.finish(...)`.
+
+    The fake mode itself is not entered meanwhile: the recorder sees every op and asks it where it must.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        mode: FakeTensorMode,
+        *,
+        storage_bytes: Callable[..., int] | None = None,
+        with_graph: bool = True,
+    ) -> None:
+        """`storage_bytes(func, output index, tensor, args) -> bytes` overrides the size of an output whose real dtype differs.
+
+        `with_graph=False` leaves out the fx graph, which a probe of a family does not need.
+        """
         super().__init__()
         self._module = module
+        self._mode = mode
+        self._results: dict[Any, Any] = {}  # arguments -> what to make, for ops whose outputs are new tensors
         self._storage_bytes = storage_bytes
         self._shadows = Shadows()
-        self.graph = torch.fx.Graph()
+        self.graph = torch.fx.Graph() if with_graph else None
         self._kind: list[int] = []
         self._arg: list[int] = []
         self._aux: list[int] = []
@@ -170,6 +199,10 @@ class Recorder(TorchDispatchMode):
         """The module that runs now, for messages."""
         return self._calls.running_fqn()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch would wrap every dispatch to keep the compiler out; nothing is compiled here
+
     # -- dispatch ------------------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -181,18 +214,67 @@ class Recorder(TorchDispatchMode):
             return known
         node_sequence = self._calls.running_node() if self._phase is Phase.BACKWARD else -1
         if node_sequence >= 0:
+            in_place = _IN_PLACE_IN_BACKWARD.get(func)
             if func is _ADD and self._engine_adds_in_place(args):
-                self._record(aten.add_.Tensor, args, kwargs, args[0], node_sequence)
+                in_place = aten.add_.Tensor
+            elif in_place is not None and not self._made_by(args[0], node_sequence):
+                in_place = None
+            if in_place is not None:
+                self._record(in_place, args, kwargs, self._read_arguments(in_place, args, kwargs), args[0], node_sequence)
                 return args[0]
-            if func in _IN_PLACE_IN_BACKWARD and self._made_by(args[0], node_sequence):
-                self._record(_IN_PLACE_IN_BACKWARD[func], args, kwargs, args[0], node_sequence)
-                return args[0]
-        out = _fake_grouped_mm(args, kwargs) if func is _GROUPED_MM else func(*args, **kwargs)
-        if func in _CONTIGUOUS_FIRST_OUTPUT and not out[0].is_contiguous():
-            out = (torch.empty_like(out[0], memory_format=torch.contiguous_format), *out[1:])
-        self._record(func, args, kwargs, out, node_sequence)
+        read = self._read_arguments(func, args, kwargs)
+        out = self._run(func, args, kwargs, read)
+        self._record(func, args, kwargs, read, out, node_sequence)
         self._shadows.follow(func, args, kwargs, out)
         return out
+
+    def _run(self, func: Any, args: Any, kwargs: Any, read: _Arguments) -> Any:
+        """The fake result of an op.
+
+        The fake mode spends most of its time on finding an op's result in its own cache.  Two kinds of ops need none of that:
+        one seen before with the same arguments, whose outputs are all new tensors, and a view, which its kernel answers at once.
+        """
+        made = self._results.get(read.key) if read.key is not None else None
+        if made is not None:
+            device, single, infos = made
+            fresh = [self._new_fake(info, device) for info in infos]
+            return fresh[0] if single else tuple(fresh)
+        if func.is_view and read.inputs and not kwargs:
+            with in_kernel_invocation_manager(self._mode):
+                out = func(*args)
+            if isinstance(out, torch.Tensor):
+                return FakeTensor(self._mode, out, read.inputs[0].fake_device)  # type: ignore[attr-defined]
+            return [FakeTensor(self._mode, t, read.inputs[0].fake_device) for t in out]  # type: ignore[attr-defined]
+        out = _fake_grouped_mm(args, kwargs) if func is _GROUPED_MM else self._mode.dispatch(func, (), args, kwargs)
+        if func in _CONTIGUOUS_FIRST_OUTPUT and not out[0].is_contiguous():
+            out = (torch.empty_like(out[0], memory_format=torch.contiguous_format), *out[1:])
+        if read.key is not None and func not in _NEVER_CACHED and not func._schema.is_mutable:
+            self._remember(read, out)
+        return out
+
+    def _remember(self, read: _Arguments, out: Any) -> None:
+        outputs = [out] if isinstance(out, torch.Tensor) else out
+        if not isinstance(outputs, (list, tuple)) or isinstance(out, list) or not outputs:
+            return
+        for tensor in outputs:
+            if not isinstance(tensor, FakeTensor) or tensor.constant is not None or tensor.storage_offset() or tensor.layout is not torch.strided:
+                return
+            if tensor.untyped_storage()._cdata in self._live or tensor.is_conj() or tensor.is_neg():
+                return
+        if any(getattr(t, "constant", None) is not None for t in read.inputs):
+            return
+        if len({t.untyped_storage()._cdata for t in outputs}) < len(outputs):
+            return
+        infos = [(tuple(t.shape), t.stride(), t.dtype, t.untyped_storage().nbytes()) for t in outputs]
+        if any(nbytes != _dense_bytes(*info[:2], info[2].itemsize) for info in infos for nbytes in info[3:]):
+            return
+        self._results[read.key] = (outputs[0].fake_device, isinstance(out, torch.Tensor), infos)
+
+    def _new_fake(self, info: Any, device: torch.device) -> torch.Tensor:
+        shape, stride, dtype, _ = info
+        with _WITHOUT_DISPATCH():
+            meta = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        return FakeTensor(self._mode, meta, device)
 
     def _engine_adds_in_place(self, args: Any) -> bool:
         old, new = args[0], args[1]
@@ -213,21 +295,33 @@ class Recorder(TorchDispatchMode):
             self._arg.append(arg)
             self._aux.append(aux)
 
-    def _record(self, func: Any, args: Any, kwargs: Any, out: Any, node_sequence: int) -> None:
+    def _read_arguments(self, func: Any, args: Any, kwargs: Any) -> _Arguments:
         inputs: list[torch.Tensor] = []
         key: list[Any] = [func]
-        node_args = tuple(self._argument(a, inputs, key) for a in args)
+        node_args = tuple([self._argument(a, inputs, key) for a in args])
         node_kwargs = {k: self._argument(v, inputs, key, k) for k, v in kwargs.items()}
+        fixed = tuple(key)
+        try:
+            hash(fixed)
+        except TypeError:  # an unhashable argument (a Generator, a nested list)
+            return _Arguments(inputs, None, node_args, node_kwargs)
+        return _Arguments(inputs, fixed, node_args, node_kwargs)
+
+    def _record(self, func: Any, args: Any, kwargs: Any, read: _Arguments, out: Any, node_sequence: int) -> None:
+        inputs = read.inputs
         outputs = [out] if isinstance(out, torch.Tensor) else [t for t in out if isinstance(t, torch.Tensor)] if isinstance(out, (tuple, list)) else []  # fmt: skip  # noqa: E501
-        node = self.graph.call_function(func, node_args, node_kwargs)
-        for tensor in outputs:
-            tensor._memplan_node = node  # type: ignore[attr-defined]  # dies with the tensor: the graph keeps no tensor alive
+        node = None
+        if self.graph is not None:
+            node = self.graph.call_function(func, read.node_args, read.node_kwargs)
+            for tensor in outputs:
+                tensor._memplan_node = node  # type: ignore[attr-defined]  # dies with the tensor: the graph keeps no tensor alive
         fresh = [(i, t, s) for i, t in enumerate(outputs) if (s := t.untyped_storage())._cdata not in self._live]
         if not fresh and not func._schema.is_mutable:
             return  # a view: a node of the graph, but nothing happens in memory
         op = len(self._op_signature)
-        node.meta["op"] = op
-        self._op_signature.append(self._signature(func, key, inputs, outputs, args, kwargs, out))
+        if node is not None:
+            node.meta["op"] = op
+        self._op_signature.append(self._signature(func, read, outputs, args, kwargs, out))
         call, run = self._calls.position(node_sequence, self._phase is Phase.BACKWARD)
         self._op_call.append(call)
         self._op_pass.append(run)
@@ -246,6 +340,8 @@ class Recorder(TorchDispatchMode):
         if isinstance(value, torch.Tensor):
             inputs.append(value)
             key.append((value.dtype, tuple(value.shape), value.stride()))
+            if self.graph is None:
+                return None
             node = getattr(value, "_memplan_node", None)
             if node is None:
                 node = self.graph.placeholder(f"storage_{self._storage_of(value, Role.BUFFER)}")
@@ -260,18 +356,12 @@ class Recorder(TorchDispatchMode):
         key.append((name, value))
         return value
 
-    def _signature(
-        self, func: Any, key: list[Any], inputs: list[Any], outputs: list[Any], args: Any, kwargs: Any, out: Any
-    ) -> int:
-        fixed = tuple(key)
-        try:
-            return self._signature_index[fixed]
-        except KeyError:
-            pass
-        except TypeError:  # an unhashable argument (a Generator, a nested list): no sharing
-            fixed = (func, len(self._signatures))
+    def _signature(self, func: Any, read: _Arguments, outputs: list[Any], args: Any, kwargs: Any, out: Any) -> int:
+        found = self._signature_index.get(read.key) if read.key is not None else None
+        if found is not None:
+            return found
         formula = flop_registry.get(func._overloadpacket)
-        infos = tuple(map(_info, inputs))
+        infos = tuple(map(_info, read.inputs))
         results = tuple(map(_info, outputs))
         moves = not func.is_view and func is not aten.detach.default
         scalars = {str(i): _plain(a) for i, a in enumerate(args) if not _holds_tensor(a)}
@@ -287,7 +377,8 @@ class Recorder(TorchDispatchMode):
                 moved_bytes=sum(t.nbytes for t in infos + results) if moves else _VIEW_FREE,
             )
         )
-        self._signature_index[fixed] = index
+        if read.key is not None:
+            self._signature_index[read.key] = index
         return index
 
     def _storage_of(self, tensor: torch.Tensor, role: Role) -> int:
@@ -569,6 +660,13 @@ def _tensors_in(value: Any) -> Iterable[torch.Tensor]:
         yield from _tensors_in(vars(value))
 
 
+def _dense_bytes(shape: tuple[int, ...], stride: tuple[int, ...], itemsize: int) -> int:
+    """Bytes that `empty_strided` allocates."""
+    if 0 in shape:
+        return 0
+    return (1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))) * itemsize
+
+
 def _dense(tensor: torch.Tensor) -> bool:
     """Non-overlapping and dense: a permutation of a contiguous tensor."""
     expected = 1
@@ -597,8 +695,6 @@ def _exclusive_reference_counts() -> tuple[int, int]:
             if func is _PRIM_DEVICE:
                 return args[0].fake_device
             return func(*args, **(kwargs or {}))
-
-    from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode():
         x = torch.ones(2, 3, requires_grad=True)

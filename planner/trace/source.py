@@ -112,7 +112,7 @@ class TraceSource:
     def _trace(spec: ModelSpec, options: TraceOptions, depth: Mapping[str, int] | None = None) -> StepTrace:
         from .tracer import trace_step
 
-        return trace_step(spec, options, depth=depth)
+        return trace_step(spec, options, depth=depth, with_graph=False)
 
 
 def thresholds(config: Mapping[str, Any]) -> list[int]:

@@ -27,24 +27,27 @@ from .recorder import Recorder
 from .shadow import Shadows
 from .steptrace import Phase, StepTrace
 
-def trace_step(spec: ModelSpec, options: TraceOptions, *, depth: Mapping[str, int] | None = None) -> StepTrace:
+def trace_step(spec: ModelSpec, options: TraceOptions, *, depth: Mapping[str, int] | None = None, with_graph: bool = True) -> StepTrace:
     """Records one micro step of `spec`.
 
     `depth` cuts lists of blocks: path of a ModuleList or Sequential -> how many of its first blocks are kept.
+    `with_graph=False` leaves `graph` None.
 
     **Raises:** UserError where the model or the batch cannot be made; CannotTell where the step depends on values that a
     trace does not have (data-dependent control flow), with the op and the module.
     """
     if options.precision not in PARAM_DTYPE:
         raise UserError(f"precision {options.precision!r} cannot be traced", f"Known: {', '.join(PARAM_DTYPE)}")
-    with _quiet(), FakeTensorMode(allow_non_fake_inputs=True) as fake_mode:
-        built = build(spec, dtype=getattr(torch, PARAM_DTYPE[options.precision]), attention=options.attention)
-        module = built.module
-        for path, blocks in (depth or {}).items():
-            del module.get_submodule(path)[blocks:]  # type: ignore[attr-defined]
-        assumptions = [*built.notes, *prepare(module, options)]
+    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with _quiet():
+        with fake_mode:
+            built = build(spec, dtype=getattr(torch, PARAM_DTYPE[options.precision]), attention=options.attention)
+            module = built.module
+            for path, blocks in (depth or {}).items():
+                del module.get_submodule(path)[blocks:]  # type: ignore[attr-defined]
+            assumptions = [*built.notes, *prepare(module, options)]
         with _no_garbage_collection(), _transformers_sees_real_masks(), cuda.as_cuda(options.target == "cuda", options.sdpa) as choices:
-            return _record(spec, options, fake_mode, built, choices, assumptions)
+            return _record(spec, options, fake_mode, built, choices, assumptions, with_graph)
 
 
 def prepare(module: torch.nn.Module, options: TraceOptions) -> list[str]:
@@ -88,10 +91,11 @@ def _record(
     built: Any,
     choices: cuda.Choices,
     assumptions: list[str],
+    with_graph: bool,
 ) -> StepTrace:
     module = built.module
     batch = _batch(built, options, fake_mode)
-    recorder = Recorder(module, storage_bytes=choices.storage_bytes)
+    recorder = Recorder(module, fake_mode, storage_bytes=choices.storage_bytes, with_graph=with_graph)
     dtype = AUTOCAST_DTYPE.get(options.precision)
     autocast = torch.autocast("cpu", dtype=getattr(torch, dtype)) if dtype else contextlib.nullcontext()
     grad = torch.no_grad() if options.mode == "inference" else contextlib.nullcontext()
@@ -130,12 +134,7 @@ def _record(
 
 def _batch(built: Any, options: TraceOptions, fake_mode: FakeTensorMode) -> dict[str, Any]:
     """The batch as fake tensors that remember small integer values."""
-    from torch.utils._mode_utils import no_dispatch
-
-    with no_dispatch():
-        real = built.make_batch(
-            options.batch_size, options.seq_len, target_len=options.target_len, image_size=options.image_size
-        )
+    real = built.make_batch(options.batch_size, options.seq_len, target_len=options.target_len, image_size=options.image_size)
     return {k: _fake_input(v, fake_mode) for k, v in real.items()}
 
 

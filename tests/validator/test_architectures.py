@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-
 from memplan.models import ModelSpec, load
 from memplan.planner.trace.source import TraceSource
 from memplan.validator.api import request_for, run
@@ -17,8 +16,8 @@ CONFIGS = {
     "llama": ("causal-lm", GROUPED),
     "gpt2": ("causal-lm", {"vocab_size": 211, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128}),
     "bert": ("masked-lm", SMALL),
-    "opt": ("causal-lm", {"vocab_size": 211, "hidden_size": 64, "ffn_dim": 112, "num_hidden_layers": 2, "num_attention_heads": 4,
-                          "max_position_embeddings": 128, "word_embed_proj_dim": 64}),
+    "opt": ("causal-lm", {"vocab_size": 211, "hidden_size": 64, "ffn_dim": 112, "num_hidden_layers": 2,
+                          "num_attention_heads": 4, "max_position_embeddings": 128, "word_embed_proj_dim": 64}),
     "qwen2": ("causal-lm", GROUPED),
     "qwen3": ("causal-lm", HEADS),
     "gemma2": ("causal-lm", {**HEADS, "sliding_window": 32}),
@@ -43,7 +42,7 @@ CONFIGS = {
     "mamba": ("causal-lm", {"vocab_size": 211, "hidden_size": 64, "num_hidden_layers": 2}),
 }  # fmt: skip
 FACTORIES = ("cnn", "shared", "several_forwards", "unused_layer")
-TRANSFORMER = ("llama", "gpt2", "bert", "t5", "gemma3_text", "mixtral")
+TRANSFORMER = ("llama", "bert", "t5", "mixtral")
 
 
 def model(name):
@@ -85,12 +84,12 @@ def test_the_peak_with_activation_checkpointing_is_the_predicted_one(name):
     assert_agrees(validated(name, recompute="full"))
 
 
-@pytest.mark.parametrize("name", ["llama", "bert"])
+@pytest.mark.parametrize("name", ["bert"])
 def test_the_peak_with_reentrant_checkpointing_is_the_predicted_one(name):
     assert_agrees(validated(name, recompute="full", reentrant=True))
 
 
-@pytest.mark.parametrize("name", ["llama", "t5", "cnn"])
+@pytest.mark.parametrize("name", ["llama", "cnn"])
 @pytest.mark.parametrize("zero_grad", ["after-step", "before-forward", "before-backward"])
 def test_the_peak_with_gradient_accumulation_is_the_predicted_one(name, zero_grad):
     assert_agrees(validated(name, grad_accum_steps=3, zero_grad=zero_grad))
@@ -102,7 +101,7 @@ def test_the_peak_with_another_optimizer_is_the_predicted_one(optimizer):
 
 
 @pytest.mark.parametrize("impl", ["foreach", "fused", "for-loop"])
-@pytest.mark.parametrize("name", ["llama", "vit"])
+@pytest.mark.parametrize("name", ["vit"])
 def test_the_peak_with_another_implementation_of_adamw_is_the_predicted_one(name, impl):
     assert_agrees(validated(name, optimizer_impl=impl))
 
@@ -129,7 +128,7 @@ def test_the_peak_under_other_facts_of_the_loop_is_the_predicted_one(facts):
     assert_agrees(validated("gpt2", steps=steps, **facts))
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "shared"])
+@pytest.mark.parametrize("name", ["gpt2", "shared"])
 def test_every_phase_and_component_agrees_not_only_the_peak(name):
     comparison = validated(name)
     off = [row for row in comparison.rows if not row.within(0.001)]
