@@ -48,7 +48,9 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
         "--optimizer", metavar="O", help="adamw (default), adam, sgd, sgd-momentum, adafactor and others of torch.optim"
     )
     how.add_argument("--optimizer-impl", metavar="I", help="default: what torch picks; foreach, fused, for-loop")
-    how.add_argument("--recompute", metavar="R", help="none (default), full: activation checkpointing of every block")
+    how.add_argument("--recompute", metavar="R", help="none (default), full, every-k:N, selective-layer:N, selective-op[:matmul+attention]")
+    how.add_argument("--loss", choices=("model", "plain", "chunked"), help="the model's own (default), plain: logits as they are, chunked")
+    how.add_argument("--use-cache", action="store_true", help="the model builds a key-value cache while it trains (Trainer: off)")
     how.add_argument("--reentrant", action="store_true", help="the older, reentrant kind of activation checkpointing")
     how.add_argument("--attention", metavar="A", help="sdpa (default), eager, flash_attention_2")
     how.add_argument(
@@ -107,6 +109,8 @@ def request_from(args: argparse.Namespace) -> Request:
         optimizer=args.optimizer,
         optimizer_impl=args.optimizer_impl,
         recompute=args.recompute,
+        loss=args.loss,
+        use_cache=args.use_cache,
         reentrant=args.reentrant,
         attention=args.attention,
         mode=args.mode,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import CannotTell, UserError, did_you_mean
 from .loop import LoopFacts
+from .trace.options import recompute_parts
 
 if TYPE_CHECKING:
     from ..hardware.profile import Device
@@ -17,7 +18,7 @@ METHODS = ("full",)
 STRATEGIES = ("single",)
 MODES = ("train", "forward", "inference")
 ATTENTIONS = ("sdpa", "eager", "flash_attention_2")
-RECOMPUTE = ("none", "full")
+LOSSES = ("model", "plain", "chunked")
 DEFAULT_MICRO_BATCH_SIZE = 1
 DEFAULT_SEQ_LEN = 2048  # capped by the model's positions
 DEFAULT_IMAGE_SEQ_LEN = 0
@@ -45,6 +46,7 @@ class Request:
     recompute: str = "none"
     reentrant: bool = False
     attention: str = "sdpa"
+    loss: str = "model"
     mode: str = "train"
     use_cache: bool = False
     """The model builds a key-value cache in training (config.use_cache); transformers' Trainer switches it off."""
@@ -67,10 +69,8 @@ class Request:
         _one_of("--attention", self.attention, ATTENTIONS)
         _one_of("--method", self.method, METHODS, _LATER_METHODS)
         _one_of("--strategy", self.strategy, STRATEGIES, _LATER_STRATEGIES)
-        if self.recompute not in RECOMPUTE:
-            if self.recompute.startswith(("every-k:", "selective-op:", "selective-layer:")):
-                raise CannotTell(f"--recompute {self.recompute} is not modelled yet. Use none or full")
-            _one_of("--recompute", self.recompute, RECOMPUTE)
+        recompute_parts(self.recompute)
+        _one_of("--loss", self.loss, LOSSES)
         if self.precision.endswith("-mixed"):
             raise CannotTell(
                 f"--precision {self.precision} (16-bit parameters with fp32 masters) belongs to DeepSpeed and FSDP, "

@@ -34,18 +34,16 @@ def run(request: Request, mark: Mark, *, device: str = "cpu", running: Running |
     """
     import torch
 
-    from ..models import build
-    from ..planner.trace.options import AUTOCAST_DTYPE, PARAM_DTYPE
+    from ..planner.trace.options import AUTOCAST_DTYPE
+    from ..planner.trace.prepare import ready
     from ..planner.trace.source import trace_options
-    from ..planner.trace.tracer import prepare
 
     running = running or Running()
     loop, trains = request.loop, request.mode == "train"
     torch.manual_seed(0)
     mark("build", 0)
-    built = build(request.model, dtype=getattr(torch, PARAM_DTYPE[request.precision]), attention=request.attention)
+    built = ready(request.model, trace_options(request, device))
     module: Any = built.module
-    prepare(module, trace_options(request, device))
     running.module = module = module.to(device)
     gc.collect()
     mark("init", 0)

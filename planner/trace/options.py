@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ...errors import UserError
+
 PARAM_DTYPE = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "bf16-autocast": "float32", "fp16-autocast": "float32"}
 AUTOCAST_DTYPE = {"bf16-autocast": "bfloat16", "fp16-autocast": "float16"}
 HALF = ("float16", "bfloat16")
@@ -86,7 +88,8 @@ class TraceOptions:
     mode: str = "train"
     """train: forward, loss, backward.  forward: the graph is kept, no backward.  inference: under no_grad, in eval mode."""
     recompute: str = "none"
-    """full: the model's own activation checkpointing (`gradient_checkpointing_enable`)."""
+    """none; full: every block, by the model's own activation checkpointing where it has one; every-k:N: segments of N blocks;
+    selective-layer:N: every Nth block; selective-op[:NAMES]: every block, keeping the results of the named ops (joined by +)."""
     reentrant: bool = False
     """The checkpoint variant: torch's reentrant one, or (default) the one that transformers 5 and torch recommend."""
     attention: str = "sdpa"
@@ -96,6 +99,8 @@ class TraceOptions:
     """Which fused attention kernels the GPU has; ignored for the cpu target."""
     use_cache: bool = False
     """The model builds a key-value cache while it trains, as its config asks; transformers' Trainer switches it off."""
+    loss: str = "model"
+    """model: the model's own; plain: cross-entropy on the logits as they are; chunked: head and loss in chunks of tokens."""
     target_len: int | None = None
     image_size: int | None = None
     frozen: tuple[str, ...] = ()
@@ -103,3 +108,19 @@ class TraceOptions:
 
     def as_data(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def recompute_parts(text: str) -> tuple[str, int, tuple[str, ...]]:
+    """(kind, N, op names) of a --recompute value.  Raises UserError for one that does not exist."""
+    kind, _, rest = text.partition(":")
+    if kind in ("none", "full") and not rest:
+        return kind, 0, ()
+    if kind in ("every-k", "selective-layer"):
+        if not rest.isdecimal() or int(rest) < 1:
+            raise UserError(f"--recompute {text}: expected a number of blocks of 1 or more", f"Write for example {kind}:2")
+        return kind, int(rest), ()
+    if kind in ("selective-op", "selective"):
+        return "selective-op", 0, tuple(rest.split("+")) if rest else ("matmul", "attention", "max")
+    raise UserError(
+        f"--recompute {text!r} is not known", "Choose none, full, every-k:N, selective-layer:N or selective-op[:matmul+attention]"
+    )

@@ -140,6 +140,7 @@ def trace_options(request: Request, target: str = "cuda") -> TraceOptions:
         target=target,
         sdpa=SdpaClass.of(request.device.compute_capability),
         use_cache=request.use_cache,
+        loss=request.loss,
         target_len=request.target_len,
         image_size=request.image_size,
         frozen=request.frozen,

@@ -18,11 +18,12 @@ from torch._subclasses.fake_tensor import (
 )
 
 from ...errors import CannotTell, UserError
-from ...models import ModelSpec, build
+from ...models import BuiltModel, ModelSpec
 from .. import cache
 from . import cuda
 from .depth import Stack, find_stacks
 from .options import AUTOCAST_DTYPE, PARAM_DTYPE, TraceOptions
+from .prepare import ready
 from .recorder import Recorder
 from .shadow import Shadows
 from .steptrace import Phase, StepTrace
@@ -41,56 +42,19 @@ def trace_step(spec: ModelSpec, options: TraceOptions, *, depth: Mapping[str, in
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     with _quiet():
         with fake_mode:
-            built = build(spec, dtype=getattr(torch, PARAM_DTYPE[options.precision]), attention=options.attention)
-            module = built.module
+            built = ready(spec, options)
             for path, blocks in (depth or {}).items():
-                del module.get_submodule(path)[blocks:]  # type: ignore[attr-defined]
-            assumptions = [*built.notes, *prepare(module, options)]
+                del built.module.get_submodule(path)[blocks:]  # type: ignore[attr-defined]
         with _no_garbage_collection(), _transformers_sees_real_masks(), cuda.as_cuda(options.target == "cuda", options.sdpa) as choices:
-            return _record(spec, options, fake_mode, built, choices, assumptions, with_graph)
-
-
-def prepare(module: torch.nn.Module, options: TraceOptions) -> list[str]:
-    """Puts a fresh module into the state that `options` asks for; a real run does the same.  Returns what was assumed."""
-    said: list[str] = []
-    for prefix in options.frozen:
-        hit = [p for name, p in module.named_parameters() if name.startswith(prefix)]
-        if not hit:
-            raise UserError(f"--freeze {prefix}: no parameter begins with that", "`memplan trace MODEL --params` lists them")
-        for param in hit:
-            param.requires_grad_(False)
-    module.train(options.mode != "inference")
-    cached = [c for c in _configs(module) if getattr(c, "use_cache", None)]
-    if cached and not options.use_cache:
-        for config in cached:
-            config.use_cache = False
-        said.append("the model builds no key-value cache (use_cache=False, as transformers' Trainer sets)")
-    if options.recompute == "full":
-        if not getattr(module, "supports_gradient_checkpointing", False):
-            raise UserError(
-                f"{type(module).__name__} has no activation checkpointing of its own", "Use --recompute none for this model"
-            )
-        module.gradient_checkpointing_enable({"use_reentrant": options.reentrant})  # type: ignore[operator]
-        if options.reentrant:
-            module.enable_input_require_grads()  # type: ignore[operator]
-        said.append("activation checkpointing is the model's own, " + ("reentrant" if options.reentrant else "non-reentrant"))
-    return said
-
-
-def _configs(module: torch.nn.Module) -> list[Any]:
-    """The config objects of a transformers model: its own and those of its parts (text, vision ...)."""
-    own = getattr(module, "config", None)
-    parts = [getattr(child, "config", None) for child in module.modules()]
-    return list({id(c): c for c in (own, *parts) if c is not None}.values())
+            return _record(spec, options, fake_mode, built, choices, with_graph)
 
 
 def _record(
     spec: ModelSpec,
     options: TraceOptions,
     fake_mode: FakeTensorMode,
-    built: Any,
+    built: BuiltModel,
     choices: cuda.Choices,
-    assumptions: list[str],
     with_graph: bool,
 ) -> StepTrace:
     module = built.module
@@ -117,7 +81,7 @@ def _record(
                 options=options.as_data(),
                 versions=dict(cache.library_versions()),
                 loss=kept[0] if kept else -1,
-                assumptions=[*assumptions, *choices.assumptions],
+                assumptions=[*built.notes, *choices.assumptions],
             )
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         where = recorder.where() or "the model"
@@ -132,7 +96,7 @@ def _record(
         raise UserError(f"{spec.name}: {where} raised {type(error).__name__}: {line}", "--debug shows the traceback") from error
 
 
-def _batch(built: Any, options: TraceOptions, fake_mode: FakeTensorMode) -> dict[str, Any]:
+def _batch(built: BuiltModel, options: TraceOptions, fake_mode: FakeTensorMode) -> dict[str, Any]:
     """The batch as fake tensors that remember small integer values."""
     real = built.make_batch(options.batch_size, options.seq_len, target_len=options.target_len, image_size=options.image_size)
     return {k: _fake_input(v, fake_mode) for k, v in real.items()}
@@ -150,9 +114,7 @@ def _fake_input(value: Any, fake_mode: FakeTensorMode) -> Any:
 def stacks_of(spec: ModelSpec, options: TraceOptions) -> list[Stack]:
     """The lists of equal blocks in the model, which a shallow trace may cut."""
     with _quiet(), FakeTensorMode(allow_non_fake_inputs=True):
-        built = build(spec, dtype=getattr(torch, PARAM_DTYPE[options.precision]), attention=options.attention)
-        prepare(built.module, options)
-        return find_stacks(built.module)
+        return find_stacks(ready(spec, options).module)
 
 
 @contextlib.contextmanager

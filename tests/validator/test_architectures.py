@@ -89,6 +89,19 @@ def test_the_peak_with_reentrant_checkpointing_is_the_predicted_one(name):
     assert_agrees(validated(name, recompute="full", reentrant=True))
 
 
+@pytest.mark.parametrize(
+    "recompute", ["every-k:2", "selective-layer:2", "selective-op:matmul", "selective-op:matmul+attention"]
+)
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_the_peak_with_selective_checkpointing_is_the_predicted_one(name, recompute):
+    assert_agrees(validated(name, recompute=recompute))
+
+
+@pytest.mark.parametrize("loss", ["plain", "chunked"])
+def test_the_peak_with_another_loss_is_the_predicted_one(loss):
+    assert_agrees(validated("llama", loss=loss))
+
+
 @pytest.mark.parametrize("name", ["llama", "cnn"])
 @pytest.mark.parametrize("zero_grad", ["after-step", "before-forward", "before-backward"])
 def test_the_peak_with_gradient_accumulation_is_the_predicted_one(name, zero_grad):

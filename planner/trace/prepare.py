@@ -1,0 +1,264 @@
+"""Puts a freshly built model into the state that the options ask for: frozen parts, attention, recompute, loss.
+
+The tracer and the validator's real runs both come through here, so what is predicted is what is run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from ...errors import UserError, did_you_mean
+from ...models import BuiltModel, ModelSpec, build
+from .options import PARAM_DTYPE, TraceOptions, recompute_parts
+
+_MIN_BLOCKS = 2
+_FLASH_PACKAGE = "memplan_flash"  # the name under which transformers finds the flash-attn path below
+_CHUNKS = 8  # of the sequence's tokens, for --loss chunked
+# Ops whose results selective recompute keeps, by the names that --recompute selective-op:... takes.
+_SAVED_OPS: dict[str, tuple[str, ...]] = {
+    "matmul": ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten._grouped_mm"),
+    "attention": (
+        "memplan.attention",
+        "aten._scaled_dot_product_flash_attention",
+        "aten._scaled_dot_product_efficient_attention",
+        "aten._scaled_dot_product_flash_attention_for_cpu",
+        "aten._scaled_dot_product_cudnn_attention",
+    ),
+    "max": ("aten.max",),
+}
+
+
+def ready(spec: ModelSpec, options: TraceOptions) -> BuiltModel:
+    """The model of `spec` in the state that `options` ask for, ready for `step`; its notes say what was assumed.
+
+    Raises UserError where the model cannot be built or put into that state.
+    """
+    attention = "sdpa" if options.attention == "flash_attention_2" else options.attention  # switched to the package below
+    built = build(spec, dtype=getattr(torch, PARAM_DTYPE[options.precision]), attention=attention)
+    module, notes = built.module, list(built.notes)
+    _freeze(module, options.frozen)
+    module.train(options.mode != "inference")
+    if not options.use_cache:
+        notes += _without_cache(module)
+    if options.attention == "flash_attention_2":
+        notes += _use_flash_package(module)
+    kind, number, names = recompute_parts(options.recompute)
+    if kind == "full":
+        notes += _recompute_all(module, options.reentrant)
+    elif kind != "none":
+        notes += _recompute_some(module, kind, number, names, options.reentrant)
+    step, said = _loss_step(built, options.loss)
+    return replace(built, step=step, notes=notes + said)
+
+
+def _freeze(module: nn.Module, prefixes: tuple[str, ...]) -> None:
+    for prefix in prefixes:
+        hit = [p for name, p in module.named_parameters() if name.startswith(prefix)]
+        if not hit:
+            tops = {name.split(".")[0] for name, _ in module.named_parameters()}
+            raise UserError(
+                f"--freeze {prefix}: no parameter begins with that",
+                did_you_mean(prefix, tops) or "`memplan trace MODEL --params` lists them",
+            )
+        for param in hit:
+            param.requires_grad_(False)
+
+
+def configs(module: nn.Module) -> list[Any]:
+    """The config objects of a transformers model: its own and those of its parts (text, vision ...)."""
+    own = getattr(module, "config", None)
+    parts = [getattr(child, "config", None) for child in module.modules()]
+    return list({id(c): c for c in (own, *parts) if c is not None}.values())
+
+
+def _without_cache(module: nn.Module) -> list[str]:
+    cached = [c for c in configs(module) if getattr(c, "use_cache", None)]
+    for config in cached:
+        config.use_cache = False
+    return ["the model builds no key-value cache (use_cache=False, as transformers' Trainer sets)"] if cached else []
+
+
+# -- attention -----------------------------------------------------------------------------------------------------------
+
+
+def _use_flash_package(module: nn.Module) -> list[str]:
+    """The flash-attn package through transformers: no mask is built, keys stay grouped, windows and causality are the kernel's.
+
+    Without padding it saves what torch's own flash kernel saves (modeling_flash_attention_utils.py, _flash_attention_forward).
+    """
+    if not hasattr(module, "set_attn_implementation"):
+        raise UserError("--attention flash_attention_2: only transformers models can switch to it", "Use --attention sdpa")
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS.register(_FLASH_PACKAGE, _flash_attention)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(_FLASH_PACKAGE, lambda *args, **kwargs: None)
+    for config in configs(module):
+        config._attn_implementation_internal = _FLASH_PACKAGE
+    return ["attention runs the flash-attn package on full sequences: no padding is cut out"]
+
+
+def _flash_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, dropout: float = 0.0, **kwargs: Any
+) -> tuple[Tensor, None]:
+    causal = kwargs.get("is_causal")
+    causal = getattr(module, "is_causal", True) if causal is None else causal
+    if query.dtype is torch.float32 and torch.is_autocast_enabled("cpu"):
+        dtype = torch.get_autocast_dtype("cpu")
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    out = nn.functional.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        dropout_p=dropout if module.training else 0.0,
+        is_causal=bool(causal) and query.size(2) == key.size(2),
+        enable_gqa=query.size(1) != key.size(1),
+    )
+    return out.transpose(1, 2), None
+
+
+# -- recompute -----------------------------------------------------------------------------------------------------------
+
+
+def _recompute_all(module: nn.Module, reentrant: bool) -> list[str]:
+    way = "reentrant" if reentrant else "non-reentrant"
+    if getattr(module, "supports_gradient_checkpointing", False):
+        module.gradient_checkpointing_enable({"use_reentrant": reentrant})  # type: ignore[operator]
+        if reentrant:
+            module.enable_input_require_grads()  # type: ignore[operator]
+        return [f"activation checkpointing is the model's own, {way}"]
+    path, blocks = block_list(module)
+    _wrap(module, path, [[b] for b in blocks], [True] * len(blocks), reentrant, None)
+    return [f"each block of {path} is checkpointed, {way}"]
+
+
+def _recompute_some(module: nn.Module, kind: str, number: int, names: tuple[str, ...], reentrant: bool) -> list[str]:
+    path, blocks = block_list(module)
+    if kind == "every-k":
+        groups = [list(blocks[i : i + number]) for i in range(0, len(blocks), number)]
+        _wrap(module, path, groups, [True] * len(groups), reentrant, None)
+        return [f"{path} is checkpointed in segments of {number} blocks"]
+    if kind == "selective-layer":
+        _wrap(module, path, [[b] for b in blocks], [(i + 1) % number == 0 for i in range(len(blocks))], reentrant, None)
+        return [f"every block of {path} whose number is a multiple of {number} is checkpointed"]
+    saved = _saved_ops(names)
+    _wrap(module, path, [[b] for b in blocks], [True] * len(blocks), False, partial(_keeping, saved))
+    return [f"blocks of {path} are recomputed, but for the results of {', '.join(names)}"]
+
+
+def _saved_ops(names: tuple[str, ...]) -> frozenset[str]:
+    unknown = [n for n in names if n not in _SAVED_OPS and not n.startswith("aten.")]
+    if unknown:
+        hint = did_you_mean(unknown[0], _SAVED_OPS) or f"Known: {', '.join(_SAVED_OPS)}, or an op such as aten.mm"
+        raise UserError(f"--recompute selective-op: {unknown[0]!r} is not known", hint)
+    return frozenset(op for n in names for op in _SAVED_OPS.get(n, (n,)))
+
+
+def _keeping(saved: frozenset[str]) -> Any:
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        name = str(getattr(op, "_overloadpacket", op))
+        return CheckpointPolicy.MUST_SAVE if name in saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+def block_list(module: nn.Module) -> tuple[str, list[nn.Module]]:
+    """(path, blocks) of the longest list of equal blocks in `module`: what people call its layers."""
+    best: tuple[str, list[nn.Module]] = ("", [])
+    for path, child in module.named_modules():
+        if isinstance(child, (nn.ModuleList, nn.Sequential)) and len(child) >= _MIN_BLOCKS:
+            blocks = list(child)
+            if len({type(b) for b in blocks}) == 1 and len(blocks) > len(best[1]):
+                best = (path, blocks)
+    if not best[1]:
+        raise UserError(f"{type(module).__name__} has no list of equal blocks to recompute", "Use --recompute none")
+    return best
+
+
+def _wrap(
+    module: nn.Module,
+    path: str,
+    groups: list[list[nn.Module]],
+    recomputed: list[bool],
+    reentrant: bool,
+    contexts: Callable[[], Any] | None,
+) -> None:
+    parent_path, _, name = path.rpartition(".")
+    parent = module.get_submodule(parent_path)
+    old = module.get_submodule(path)
+    blocks = [Recomputed(g, reentrant, contexts) if r else g[0] for g, r in zip(groups, recomputed, strict=True)]
+    setattr(parent, name, nn.Sequential(*blocks) if isinstance(old, nn.Sequential) else nn.ModuleList(blocks))
+    if len(groups) < len(old):  # models that loop by a number of layers loop over the groups now
+        for config in configs(module):
+            if getattr(config, "num_hidden_layers", None) == len(old):
+                config.num_hidden_layers = len(groups)
+
+
+class Recomputed(nn.Module):
+    """Blocks whose activations are dropped after forward and made again in backward."""
+
+    def __init__(self, blocks: list[nn.Module], reentrant: bool, contexts: Callable[[], Any] | None) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+        self.reentrant = reentrant
+        self.contexts = contexts
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:  # models ask their layers for attributes (attention_type, is_sliding ...)
+            return getattr(super().__getattr__("blocks")[0], name)
+
+    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        more: dict[str, Any] = {"context_fn": self.contexts} if self.contexts is not None else {}
+        run = partial(self._run, **kwargs)
+        return checkpoint(run, hidden, *args, use_reentrant=self.reentrant, **more)
+
+    def _run(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        out: Any = hidden
+        for block in self.blocks:
+            out = block(out[0] if isinstance(out, tuple) else out, *args, **kwargs)
+        return out
+
+
+# -- loss ----------------------------------------------------------------------------------------------------------------
+
+
+def _loss_step(built: BuiltModel, loss: str) -> tuple[Callable[[nn.Module, Mapping[str, Any]], Tensor], list[str]]:
+    """The step with another loss than the model's own."""
+    if loss == "model":
+        return built.step, []
+    module = built.module
+    if not hasattr(module, "get_output_embeddings") or module.get_output_embeddings() is None:  # type: ignore[operator]
+        raise UserError(f"--loss {loss}: {type(module).__name__} has no language-model head", "Use --loss model")
+    if loss == "plain":
+        return _plain_loss, ["the loss is cross-entropy on the logits in their own dtype, without a copy in fp32"]
+    return _chunked_loss, [f"the head and the loss run in {_CHUNKS} chunks of tokens, logits in fp32"]
+
+
+def _targets(batch: Mapping[str, Any]) -> Tensor:
+    """Labels moved one to the left, flat: token i is asked for token i + 1."""
+    labels: Tensor = batch["labels"]
+    return nn.functional.pad(labels, (0, 1), value=-100)[..., 1:].reshape(-1)
+
+
+def _plain_loss(module: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+    logits = module(**{k: v for k, v in batch.items() if k != "labels"}).logits
+    return nn.functional.cross_entropy(logits.flatten(0, 1), _targets(batch))
+
+
+def _chunked_loss(module: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+    body = module.base_model(**{k: v for k, v in batch.items() if k != "labels"})  # type: ignore[operator]
+    hidden = body.last_hidden_state.flatten(0, 1)
+    head = module.get_output_embeddings()  # type: ignore[operator]
+    targets = _targets(batch)
+    pairs = zip(hidden.chunk(_CHUNKS), targets.chunk(_CHUNKS), strict=True)
+    losses = [nn.functional.cross_entropy(head(h).float(), t, reduction="sum") for h, t in pairs]
+    return torch.stack(losses).sum() / targets.numel()
