@@ -42,7 +42,7 @@ def run(request: Request, mark: Mark, *, device: str = "cpu", running: Running |
     loop, trains = request.loop, request.mode == "train"
     torch.manual_seed(0)
     mark("build", 0)
-    built = ready(request.model, trace_options(request, device))
+    built = ready(request.model, trace_options(request, device), real=device == "cuda")
     module: Any = built.module
     running.module = module = module.to(device)
     gc.collect()

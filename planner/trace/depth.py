@@ -309,6 +309,7 @@ class _Writer:
         for segment, block in self._order():
             self._emit(segment, block)
         outputs = self._outputs()
+        self._must_end_alike(outputs)
         deep = replace(
             trace,
             modules=tuple(self.modules),
@@ -534,6 +535,25 @@ class _Writer:
                 raise NotPeriodic(f"what {stack.path} leaves behind is not the same for every block")
             long += [_moved(event, block) for event in events]
         return long
+
+    def _must_end_alike(self, outputs: tuple[int, ...]) -> None:
+        """Every storage of the deep trace ends as the one that it equals: freed, handed over, returned, or kept."""
+
+        def ends(kinds: Sequence[int], args: Sequence[int], auxs: Sequence[int], count: int, returned: tuple[int, ...]) -> np.ndarray:
+            end = np.zeros((3, count), np.int8)
+            for kind, arg, aux in zip(kinds, args, auxs, strict=True):
+                if kind == EventKind.FREE:
+                    end[0, arg] += 1
+                elif kind == EventKind.GRAD and aux >= 0:
+                    end[1, aux] += 1
+            end[2, list(returned)] = 1
+            return end
+
+        shallow = self.trace
+        columns = shallow.event_kind.tolist(), shallow.event_arg.tolist(), shallow.event_aux.tolist()
+        wanted = ends(*columns, len(shallow.storage_bytes), shallow.output_storages)[:, self.storage_source]
+        if not np.array_equal(wanted, ends(self.kind, self.arg, self.aux, len(self.storage_source), outputs)):
+            raise NotPeriodic("what the blocks leave behind is not the same for every block")
 
     # rows
 

@@ -50,11 +50,11 @@ class Domain:
         step = ALIGNMENT
         low = -(-self.seq_min // step) * step
         high = self.seq_max // step * step
-        if not self.aligned:
-            low, high = low + 5, high - 3
-        if high - low < 12 * step:
+        if high - low < 14 * step:
             return []
         second, third = low + 3 * step, low + 10 * step
+        if not self.aligned:  # odd and even, and of different remainders: what is rounded to 8 or halved must show
+            low, second, third, high = low + 5, second + 10, third + 3, high - 2
         if self.batch_max == 1:
             return [(1, high), (1, low), (1, second), (1, third)]
         return [(2, high), (2, low), (2, second), (4, low), (4, second), (4, third), (3, high)]
@@ -85,6 +85,7 @@ class TraceFamily:
     signature_sizes: tuple[Any, ...]  # per signature: [inputs, outputs, scalars, flops, moved] with expressions
 
     def at(self, batch: int, seq: int) -> StepTrace:
+        """Raises ValueError where an expression is no integer: the family does not hold there after all."""
         sizes = np.array(evaluate_tree(list(self.storage_sizes), batch, seq), np.int64)
         signatures = tuple(
             _with_sizes(s, evaluate_tree(tree, batch, seq)) for s, tree in zip(self.deep.signatures, self.signature_sizes, strict=True)

@@ -107,7 +107,8 @@ class TraceOptions:
     """Prefixes of parameter names that do not train."""
 
     def as_data(self) -> dict[str, Any]:
-        return asdict(self)
+        """As JSON data."""
+        return {**asdict(self), "frozen": list(self.frozen)}
 
 
 def recompute_parts(text: str) -> tuple[str, int, tuple[str, ...]]:

@@ -35,19 +35,21 @@ _SAVED_OPS: dict[str, tuple[str, ...]] = {
 }
 
 
-def ready(spec: ModelSpec, options: TraceOptions) -> BuiltModel:
+def ready(spec: ModelSpec, options: TraceOptions, *, real: bool = False) -> BuiltModel:
     """The model of `spec` in the state that `options` ask for, ready for `step`; its notes say what was assumed.
 
+    `real`: the step will run on a GPU, with the flash-attn package itself where that is asked for.
     Raises UserError where the model cannot be built or put into that state.
     """
-    attention = "sdpa" if options.attention == "flash_attention_2" else options.attention  # switched to the package below
+    stand_in = options.attention == "flash_attention_2" and not real
+    attention = "sdpa" if stand_in else options.attention  # switched below
     built = build(spec, dtype=getattr(torch, PARAM_DTYPE[options.precision]), attention=attention)
     module, notes = built.module, list(built.notes)
     _freeze(module, options.frozen)
     module.train(options.mode != "inference")
     if not options.use_cache:
         notes += _without_cache(module)
-    if options.attention == "flash_attention_2":
+    if stand_in:
         notes += _use_flash_package(module)
     kind, number, names = recompute_parts(options.recompute)
     if kind == "full":

@@ -17,8 +17,9 @@ In both cases the recorder returns the first argument itself, so that lifetimes 
 from __future__ import annotations
 
 import bisect
+import contextlib
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -195,6 +196,14 @@ class Recorder(TorchDispatchMode):
             graph=self.graph,
         )
 
+    @contextlib.contextmanager
+    def frees_in_order(self) -> Iterator[None]:
+        """Orders the deaths inside by storage: for what dies in the order of a hash map, which means nothing."""
+        start = len(self._kind)
+        yield
+        if all(kind == EventKind.FREE for kind in self._kind[start:]):
+            self._arg[start:] = sorted(self._arg[start:])
+
     def where(self) -> str:
         """The module that runs now, for messages."""
         return self._calls.running_fqn()
@@ -239,7 +248,7 @@ class Recorder(TorchDispatchMode):
             device, single, infos = made
             fresh = [self._new_fake(info, device) for info in infos]
             return fresh[0] if single else tuple(fresh)
-        if func.is_view and read.inputs and not kwargs:
+        if func.is_view and not kwargs and read.inputs and all(isinstance(t, FakeTensor) and t.constant is None for t in read.inputs):
             with in_kernel_invocation_manager(self._mode):
                 out = func(*args)
             if isinstance(out, torch.Tensor):

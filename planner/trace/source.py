@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ...errors import CannotTell, UserError
 from .. import cache
 from .family import Domain, NoFamily, TraceFamily, domains, find_family
+from .symbolic import Point
 
 if TYPE_CHECKING:
     from ...models import ModelSpec
@@ -38,17 +40,24 @@ class TraceSource:
         if self._exact:
             return self._trace(request.model, options)
         base = replace(options, batch_size=0, seq_len=0)
-        key = (request.model.fingerprint, base)
         point = (request.micro_batch_size, request.seq_len)
+        family = self._family_of(request.model, base, point)
+        if family is not None:
+            with contextlib.suppress(ValueError):
+                return family.at(*point)
+        return self._point(request.model, options)
+
+    def _family_of(self, spec: ModelSpec, base: TraceOptions, point: Point) -> TraceFamily | None:
+        key = (spec.fingerprint, base)
         for family in self._families.setdefault(key, []):
             if point in family.domain:
-                return family.at(*point)
-        for domain in domains(point, thresholds(request.model.config or {}), request.model.max_seq_len):
-            family_found = self._family(request.model, base, domain, key)
-            if family_found is not None:
-                self._families[key].append(family_found)
-                return family_found.at(*point)
-        return self._point(request.model, options)
+                return family
+        for domain in domains(point, thresholds(spec.config or {}), spec.max_seq_len):
+            found = self._family(spec, base, domain, key)
+            if found is not None:
+                self._families[key].append(found)
+                return found
+        return None
 
     def _family(self, spec: ModelSpec, base: TraceOptions, domain: Domain, key: Any) -> TraceFamily | None:
         if (key, domain) in self._refused:

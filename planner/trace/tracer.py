@@ -64,7 +64,7 @@ def _record(
     autocast = torch.autocast("cpu", dtype=getattr(torch, dtype)) if dtype else contextlib.nullcontext()
     grad = torch.no_grad() if options.mode == "inference" else contextlib.nullcontext()
     try:
-        with recorder:
+        with recorder, _casts_die_in_order(recorder):
             recorder.begin([t for t in batch.values() if isinstance(t, torch.Tensor)])
             with grad, autocast:
                 loss = built.step(module, batch)
@@ -127,6 +127,22 @@ def _no_garbage_collection() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+@contextlib.contextmanager
+def _casts_die_in_order(recorder: Recorder) -> Iterator[None]:
+    """autocast's cache is a hash map by address: where its casts die together, their order differs from run to run."""
+    clear = torch.clear_autocast_cache
+
+    def clear_in_order() -> None:
+        with recorder.frees_in_order():
+            clear()
+
+    torch.clear_autocast_cache = clear_in_order  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.clear_autocast_cache = clear  # type: ignore[assignment]
 
 
 @contextlib.contextmanager

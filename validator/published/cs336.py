@@ -7,10 +7,12 @@ an einsum without bias, the head is not tied.  Shapes: B batch, S tokens, H head
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 
 class Linear(nn.Module):
@@ -129,6 +131,12 @@ class Block(nn.Module):
         return x + self.ffn(self.ln2(x))
 
 
+def _run_blocks(blocks: Iterable[nn.Module], x: Tensor) -> Tensor:
+    for block in blocks:
+        x = block(x)
+    return x
+
+
 class Decoder(nn.Module):
     def __init__(
         self, vocab_size: int, hidden_size: int, intermediate_size: int, num_hidden_layers: int, num_attention_heads: int, positions: int
@@ -141,11 +149,17 @@ class Decoder(nn.Module):
         )
         self.ln_final = RMSNorm(hidden_size)
         self.lm_head = Linear(hidden_size, vocab_size)
+        self.blocks_per_checkpoint = 0  # 0: nothing is recomputed
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.token_embeddings(ids)
-        for layer in self.layers:
-            x = layer(x)
+        if self.blocks_per_checkpoint:
+            for start in range(0, len(self.layers), self.blocks_per_checkpoint):
+                segment = self.layers[start : start + self.blocks_per_checkpoint]
+                x = checkpoint(_run_blocks, segment, x, use_reentrant=False)
+        else:
+            for layer in self.layers:
+                x = layer(x)
         return self.lm_head(self.ln_final(x))
 
 
@@ -157,11 +171,16 @@ def build(
     num_attention_heads: int = 12,
     max_position_embeddings: int = 2048,
     loss: str = "cross-entropy",
+    blocks_per_checkpoint: int = 0,
 ) -> Any:
-    """A factory of memplan's form: (module, batch_fn, step_fn).  `loss`: cross-entropy, or mean (of the logits)."""
+    """A factory of memplan's form: (module, batch_fn, step_fn).  `loss`: cross-entropy, or mean (of the logits).
+
+    `blocks_per_checkpoint`: so many blocks are recomputed together (non-reentrant activation checkpointing); 0: none are.
+    """
     module = Decoder(
         vocab_size, hidden_size, intermediate_size, num_hidden_layers, num_attention_heads, max_position_embeddings
     )
+    module.blocks_per_checkpoint = blocks_per_checkpoint
 
     def batch(batch_size: int, seq_len: int) -> dict[str, Tensor]:
         ids = torch.arange(batch_size * seq_len).reshape(batch_size, seq_len) % vocab_size

@@ -1,0 +1,134 @@
+"""Causal language models of transformers with the loss of the time: what a run's version, or a fused kernel, made of the logits.
+
+The model is the installed transformers' own; only the loss is another.  Each function names the source that it follows.
+Shapes: B batch, S tokens, V vocabulary, N = B * S.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from memplan.models import ModelSpec
+from memplan.models import build as build_model
+
+
+class _InPlace(torch.autograd.Function):
+    """Cross entropy over materialised logits, whose backward kernel writes the gradient over them.
+
+    One fp32 loss and one fp32 logsumexp a row (unsloth and FOAK, `Fast_CrossEntropyLoss`).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, target: Tensor) -> Tensor:
+        losses = torch.empty(logits.shape[0], dtype=torch.float32)
+        logsumexp = torch.empty(logits.shape[0], dtype=torch.float32)
+        ctx.save_for_backward(logits, logsumexp, target)
+        return losses
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        logits, _, _ = ctx.saved_tensors
+        return logits, None
+
+
+class _FusedLinear(torch.autograd.Function):
+    """Head and loss chunk by chunk; both gradients are made in forward (Liger-Kernel, fused_linear_cross_entropy.py)."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        rows = hidden.shape[0]
+        factor = -(-weight.shape[0] // hidden.shape[1])
+        chunk = 1 << (-(-rows // factor) - 1).bit_length()
+        grad_weight = torch.zeros_like(weight) if weight.requires_grad else None
+        grad_hidden = torch.zeros_like(hidden)
+        losses = torch.zeros(rows, dtype=torch.float32)
+        logits = scaled = None
+        for start in range(0, rows, chunk):
+            part = hidden[start : start + chunk]
+            logits = part @ weight.t()
+            logits = logits.float()
+            logits = logits.to(hidden.dtype)
+            scaled = logits * 1.0
+            grad_hidden[start : start + chunk] = scaled @ weight
+            if grad_weight is not None:
+                torch.addmm(input=grad_weight, mat1=logits.t(), mat2=part, out=grad_weight)
+        ctx.save_for_backward(grad_hidden.detach(), None if grad_weight is None else grad_weight.detach())
+        return losses.sum() / rows
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad_hidden, grad_weight = ctx.saved_tensors
+        return grad_hidden, grad_weight, None
+
+
+def _shifted(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+    """transformers up to 4.45: the model widens its logits, then copies them without the last token."""
+    logits = model(**_without_labels(batch)).logits
+    logits = logits.float()
+    return _shifted_loss(logits, batch["labels"])
+
+
+def _shifted_by_function(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+    """transformers 4.46 to 4.49, `ForCausalLMLoss`: as before, while the caller still holds the logits as they were."""
+    output = model(**_without_labels(batch))
+    return _widened_shifted_loss(output.logits, batch["labels"])
+
+
+def _shifted_narrow(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+    """The same families before they shared a loss (GPTBigCode and others up to 4.49): shifted, and never widened."""
+    output = model(**_without_labels(batch))
+    return _shifted_loss(output.logits, batch["labels"])
+
+
+def _in_place(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+    """A fused cross entropy over the shifted copy of the logits."""
+    output = model(**_without_labels(batch))
+    logits = output.logits[..., :-1, :].contiguous()
+    target = batch["labels"][..., 1:].contiguous().view(-1)
+    losses = _InPlace.apply(logits.view(-1, logits.size(-1)), target)
+    return losses.sum() / torch.count_nonzero(target != -100)
+
+
+def _fused_linear(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+    """Liger's head and loss: the logits never exist as a whole."""
+    trunk, head = model.base_model, model.get_output_embeddings()  # type: ignore[operator]
+    hidden = trunk(**_without_labels(batch)).last_hidden_state  # type: ignore[operator]
+    hidden = hidden[..., :-1, :].contiguous()
+    target = batch["labels"][..., 1:].contiguous().view(-1)
+    return _FusedLinear.apply(hidden.view(-1, hidden.size(-1)), head.weight, target)
+
+
+def _widened_shifted_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    logits = logits.float()
+    return _shifted_loss(logits, labels)
+
+
+def _shifted_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    shifted = logits[..., :-1, :].contiguous()
+    target = labels[..., 1:].contiguous()
+    shifted = shifted.view(-1, shifted.size(-1))
+    return nn.functional.cross_entropy(shifted, target.view(-1))
+
+
+def _without_labels(batch: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in batch.items() if k != "labels"}
+
+
+LOSSES = {
+    "shifted": _shifted,
+    "shifted-by-function": _shifted_by_function,
+    "shifted-narrow": _shifted_narrow,
+    "in-place": _in_place,
+    "fused-linear": _fused_linear,
+}
+
+
+def build(config: Mapping[str, Any], loss: str, attention: str = "sdpa") -> Any:
+    """(module, batch_fn, step_fn) of the causal language model that `config` (model_type included) describes."""
+    spec = ModelSpec(name=str(config["model_type"]), source="folder", task="causal-lm", config=dict(config))
+    built = build_model(spec, dtype=torch.float32, attention=attention)
+    return built.module, built.make_batch, LOSSES[loss]
