@@ -130,6 +130,8 @@ def remedies(request: Request, traces: TraceSource, prediction: Prediction) -> l
     for change in _changes(request):
         if step_alone and change.option.startswith("--recompute"):
             continue
+        if _floor_bytes(change.request, prediction) > request.device.usable_bytes:
+            continue
         remedy = _try(change, traces)
         if remedy is None:
             continue
@@ -142,11 +144,27 @@ def remedies(request: Request, traces: TraceSource, prediction: Prediction) -> l
     if not step_alone:
         found = _smaller(request, traces) + found
     if not found:
-        found = _combined(request, traces)
+        found = _combined(request, traces, prediction)
     if not found:
         near.sort(key=lambda pair: pair[0].reserved_peak_bytes)
         found = [remedy for remedy, _ in near[:3]]
     return found[:_MAX_REMEDIES]
+
+
+# A lower bound on an optimizer's state, in copies of the parameters; 0 where it depends on shapes.  (torch/optim: exp_avg and
+# exp_avg_sq, the sum of squares, one momentum.)
+_STATE_COPIES = {"adamw": 2, "adam": 2, "adagrad": 1, "sgd-momentum": 1, "rmsprop": 1, "nadam": 2, "radam": 2}
+
+
+def _floor_bytes(request: Request, prediction: Prediction) -> int:
+    """What the run needs at least: parameters, and gradients and optimizer state when it trains."""
+    from .trace.options import PARAM_DTYPE
+    from .trace.steptrace import ITEMSIZE
+
+    size = ITEMSIZE[PARAM_DTYPE[request.precision]]
+    if request.mode != "train":
+        return prediction.num_params * size
+    return (prediction.num_params + prediction.num_trainable_params * (1 + _STATE_COPIES.get(request.optimizer, 0))) * size
 
 
 def _changes(request: Request) -> Iterator[_Change]:
@@ -221,7 +239,7 @@ def _smaller(request: Request, traces: TraceSource) -> list[Remedy]:
     return found
 
 
-def _combined(request: Request, traces: TraceSource) -> list[Remedy]:
+def _combined(request: Request, traces: TraceSource, prediction: Prediction) -> list[Remedy]:
     """Changes added one by one, cheapest first, until it fits."""
     words: list[str] = []
     options: list[str] = []
@@ -234,6 +252,8 @@ def _combined(request: Request, traces: TraceSource) -> list[Remedy]:
         family = change.option.split()[0]
         kept = [(w, o) for w, o in zip(words, options, strict=True) if o.split()[0] != family]
         words, options = [w for w, _ in kept] + [change.words], [o for _, o in kept] + [change.option]
+        if _floor_bytes(current, prediction) > request.device.usable_bytes:
+            continue
         remedy = _try(_Change("; ".join(words), " ".join(options), current), traces)
         if remedy and remedy.verdict in (Verdict.FITS, Verdict.TIGHT):
             return [remedy]

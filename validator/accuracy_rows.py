@@ -59,7 +59,7 @@ class Hardware(Part):
 class Model(Part):
     ref: str
     family: str  # transformers' model_type, "custom", "timm" or "torchvision"
-    config: dict[str, int | float | str | list[str] | None]
+    config: dict[str, bool | int | float | str | list[str] | None]
     n_params: int | None = Field(default=None, ge=0)  # of the model as it ran, adapters excluded
     n_params_check: str = ""
     truncated_layers: int | None = None

@@ -435,6 +435,8 @@ class Recorder(TorchDispatchMode):
     def _register_model(self) -> None:
         owners = {fqn: i for i, fqn in enumerate(self._calls.modules)}
         self._trainable: list[torch.Tensor | None] = []
+        for tensor in (*self._module.parameters(), *self._module.buffers()):
+            tensor.__dict__.pop("_memplan_node", None)  # of an earlier recording's graph
         for fqn, param in self._module.named_parameters():
             slot = self._slot(fqn, param, Role.PARAM, owners)
             self._params.append(slot)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +15,10 @@ from .symbolic import Point
 if TYPE_CHECKING:
     from ...models import ModelSpec
     from ..request import Request
+    from .depth import Stack
     from .options import TraceOptions
     from .steptrace import StepTrace
+    from .tracer import FakeModel
 
 _THRESHOLD_WORDS = ("window", "chunk")  # config keys that name a length at which a model takes another path
 
@@ -32,7 +34,7 @@ class TraceSource:
         self._families: dict[Any, list[TraceFamily]] = {}
         self._refused: set[Any] = set()
         self._points: dict[Any, StepTrace] = {}
-        self._stacks: dict[Any, Any] = {}
+        self._models: dict[Any, tuple[FakeModel, list[Stack]]] = {}
 
     def step(self, request: Request, target: str = "cuda") -> StepTrace:
         """One micro step of the request's model, recorded for its GPU."""
@@ -73,12 +75,7 @@ class TraceSource:
                 pass  # made by a broken write or another format: made again
         from .depth import NotPeriodic, deepen
 
-        stacks = self._stacks_of(spec, base)
-
-        def probe(batch: int, seq: int) -> StepTrace:
-            options = replace(base, batch_size=batch, seq_len=seq)
-            return self._trace(spec, options, {s.path: s.shallow for s in stacks})
-
+        stacks, probe = self._shallow(spec, base)
         try:
             family = find_family(domain, probe, lambda trace: deepen(trace, stacks))
         except (NoFamily, NotPeriodic):
@@ -109,19 +106,32 @@ class TraceSource:
             cache.put(name, self._points[key].to_bytes())
         return self._points[key]
 
-    def _stacks_of(self, spec: ModelSpec, base: TraceOptions) -> Any:
-        key = (spec.fingerprint, base)
-        if key not in self._stacks:
-            from .tracer import stacks_of
+    def _shallow(self, spec: ModelSpec, base: TraceOptions) -> tuple[list[Stack], Callable[[int, int], StepTrace]]:
+        """The stacks of the model, and what records its shallow form at (batch, seq)."""
+        from .tracer import FakeModel
 
-            self._stacks[key] = stacks_of(spec, base)
-        return self._stacks[key]
+        key = (spec.fingerprint, base)
+        if key not in self._models:
+            model = FakeModel(spec, base)
+            stacks = model.stacks()
+            model.cut({s.path: s.shallow for s in stacks})
+            self._models[key] = model, stacks
+        model, stacks = self._models[key]
+
+        def probe(batch: int, seq: int) -> StepTrace:
+            if spec.factory is None:
+                return model.record(batch, seq, with_graph=False)
+            fresh = FakeModel(spec, base)  # a user's module may remember things from its last step
+            fresh.cut({s.path: s.shallow for s in stacks})
+            return fresh.record(batch, seq, with_graph=False)
+
+        return stacks, probe
 
     @staticmethod
-    def _trace(spec: ModelSpec, options: TraceOptions, depth: Mapping[str, int] | None = None) -> StepTrace:
+    def _trace(spec: ModelSpec, options: TraceOptions) -> StepTrace:
         from .tracer import trace_step
 
-        return trace_step(spec, options, depth=depth, with_graph=False)
+        return trace_step(spec, options, with_graph=False)
 
 
 def thresholds(config: Mapping[str, Any]) -> list[int]:

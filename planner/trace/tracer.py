@@ -7,6 +7,7 @@ import gc
 import logging
 import warnings
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from .recorder import Recorder
 from .shadow import Shadows
 from .steptrace import Phase, StepTrace
 
+
 def trace_step(spec: ModelSpec, options: TraceOptions, *, depth: Mapping[str, int] | None = None, with_graph: bool = True) -> StepTrace:
     """Records one micro step of `spec`.
 
@@ -37,16 +39,47 @@ def trace_step(spec: ModelSpec, options: TraceOptions, *, depth: Mapping[str, in
     **Raises:** UserError where the model or the batch cannot be made; CannotTell where the step depends on values that a
     trace does not have (data-dependent control flow), with the op and the module.
     """
-    if options.precision not in PARAM_DTYPE:
-        raise UserError(f"precision {options.precision!r} cannot be traced", f"Known: {', '.join(PARAM_DTYPE)}")
-    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with _quiet():
-        with fake_mode:
-            built = ready(spec, options)
-            for path, blocks in (depth or {}).items():
-                del built.module.get_submodule(path)[blocks:]  # type: ignore[attr-defined]
-        with _no_garbage_collection(), _transformers_sees_real_masks(), cuda.as_cuda(options.target == "cuda", options.sdpa) as choices:
-            return _record(spec, options, fake_mode, built, choices, with_graph)
+    model = FakeModel(spec, options)
+    model.cut(depth or {})
+    return model.record(options.batch_size, options.seq_len, with_graph=with_graph)
+
+
+def stacks_of(spec: ModelSpec, options: TraceOptions) -> list[Stack]:
+    """The lists of equal blocks in the model, which a shallow trace may cut."""
+    return FakeModel(spec, options).stacks()
+
+
+class FakeModel:
+    """A model on the fake device, ready for its step: built once, recorded at as many sizes as are asked for."""
+
+    def __init__(self, spec: ModelSpec, options: TraceOptions) -> None:
+        """`options.batch_size` and `options.seq_len` do not matter here."""
+        if options.precision not in PARAM_DTYPE:
+            raise UserError(f"precision {options.precision!r} cannot be traced", f"Known: {', '.join(PARAM_DTYPE)}")
+        self.spec = spec
+        self.options = options
+        self._fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+        with _quiet(), self._fake_mode:
+            self._built = ready(spec, options)
+
+    def stacks(self) -> list[Stack]:
+        """The lists of equal blocks that `cut` may shorten."""
+        return find_stacks(self._built.module)
+
+    def cut(self, depth: Mapping[str, int]) -> None:
+        """Keeps the first blocks of each list: path -> how many."""
+        for path, blocks in depth.items():
+            del self._built.module.get_submodule(path)[blocks:]  # type: ignore[attr-defined]
+
+    def record(self, batch_size: int, seq_len: int, *, with_graph: bool = True) -> StepTrace:
+        options = replace(self.options, batch_size=batch_size, seq_len=seq_len)
+        with (
+            _quiet(),
+            _no_garbage_collection(),
+            _transformers_sees_real_masks(),
+            cuda.as_cuda(options.target == "cuda", options.sdpa) as choices,
+        ):
+            return _record(self.spec, options, self._fake_mode, self._built, choices, with_graph)
 
 
 def _record(
@@ -109,12 +142,6 @@ def _fake_input(value: Any, fake_mode: FakeTensorMode) -> Any:
     if not value.is_floating_point():
         Shadows.give(fake, value)
     return fake
-
-
-def stacks_of(spec: ModelSpec, options: TraceOptions) -> list[Stack]:
-    """The lists of equal blocks in the model, which a shallow trace may cut."""
-    with _quiet(), FakeTensorMode(allow_non_fake_inputs=True):
-        return find_stacks(ready(spec, options).module)
 
 
 @contextlib.contextmanager

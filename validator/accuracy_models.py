@@ -1,0 +1,144 @@
+"""Which model a published row trained, as a `ModelSpec`; CannotTell where the project has no such class."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..errors import CannotTell
+from ..models import FactoryRef, ModelSpec
+from ..models.spec import max_seq_len
+from .accuracy_rows import Row
+from .published.profiles import PROFILES, Profile
+
+_PUBLISHED = Path(__file__).with_name("published")
+_NO_PROFILE = Profile(stated="")
+# Families that took the cross entropy of 16-bit logits as they were until they shared a loss in 4.50 (their modeling files at
+# 4.48: `shift_logits = lm_logits[..., :-1, :].contiguous()` without `.float()`).
+_NARROW_LOSS = frozenset({"gpt_bigcode", "gpt2", "opt", "bloom", "gpt_neox", "gptj", "codegen", "xglm"})
+_SHARED_LOSS = (4, 46)  # ForCausalLMLoss appears in transformers/loss/loss_utils.py
+_UNSHIFTED_LOGITS = (4, 50)  # from here on the labels are shifted, not the logits
+
+
+def profile_of(row: Row) -> Profile:
+    """How the row's source ran its loop."""
+    return PROFILES.get(row.source.name, _NO_PROFILE)
+
+
+def version_of(row: Row, library: str) -> tuple[int, int] | None:
+    """(major, minor) of `library` in the run; None where nobody says."""
+    found = re.search(rf"\b{library}\s+(\d+)\.(\d+)", row.software)
+    if found:
+        return int(found[1]), int(found[2])
+    profile = profile_of(row)
+    return profile.transformers if library == "transformers" else profile.torch
+
+
+def spec_of(row: Row) -> ModelSpec:
+    """The model, built as the run built it: its config, and the loss and the recompute that belong to its class."""
+    if row.model.truncated_layers is not None and "num_hidden_layers" not in row.model.config:
+        raise CannotTell("the source cut the model to fewer layers, in a family whose config counts them otherwise")
+    if row.workload.task == "loss-head-only":
+        return _loss_head(row)
+    if row.model.family == "custom":
+        return _custom(row)
+    if row.model.ref.startswith("torchvision/vit_"):
+        return _factory(row, "torchvision_vit", _without(row.model.config, "num_labels", "custom_class"))
+    if row.model.family in ("timm", "torchvision"):
+        raise CannotTell(f"{row.model.family} models are not built from a config; give memplan a factory")
+    return _transformers(row)
+
+
+def _factory(row: Row, module: str, kwargs: Mapping[str, Any]) -> ModelSpec:
+    ref = FactoryRef(path=_PUBLISHED / f"{module}.py", function="build", kwargs=dict(kwargs))
+    return ModelSpec(name=row.model.ref, source="factory", task="custom", factory=ref)
+
+
+def _without(config: Mapping[str, Any], *keys: str) -> dict[str, Any]:
+    return {k: v for k, v in config.items() if k not in keys}
+
+
+def _loss_head(row: Row) -> ModelSpec:
+    loss = row.strategy.loss
+    if loss not in ("standard", "liger-fused", "fused-ce-materialized"):
+        raise CannotTell(f"a bare loss head with loss {loss!r} is not modelled")
+    kwargs = {
+        "rows": row.workload.micro_batch * row.workload.seq_len,
+        "vocab_size": row.model.config.get("vocab_size"),
+        "hidden_size": row.model.config.get("hidden_size"),
+        "fused": loss != "standard",
+    }
+    return _factory(row, "loss_heads", kwargs)
+
+
+def _custom(row: Row) -> ModelSpec:
+    kind = row.model.config.get("custom_class")
+    if kind != "cs336":
+        raise CannotTell(f"the project has no class {kind!r}")
+    config = _without(row.model.config, "custom_class", "tie_word_embeddings", "num_key_value_heads", "head_dim")
+    module = profile_of(row).variant or "cs336"
+    if module == "cs336":
+        if row.workload.loss_fn == "cross-entropy-last-token":
+            raise CannotTell("loss on the last token only is not part of this class")
+        config["loss"] = "mean" if row.workload.loss_fn == "mean-of-logits" else "cross-entropy"
+        config["blocks_per_checkpoint"] = _blocks_per_checkpoint(row)
+        config.setdefault("max_position_embeddings", row.workload.seq_len)
+    else:
+        config.pop("max_position_embeddings", None)
+    return _factory(row, module, config)
+
+
+def _blocks_per_checkpoint(row: Row) -> int:
+    recompute = row.strategy.recompute
+    if recompute in (None, "none"):
+        return 0
+    if recompute == "full":
+        return 1
+    if recompute.startswith("every-k:"):
+        return int(recompute.removeprefix("every-k:"))
+    raise CannotTell(f"recompute {recompute} is not modelled")
+
+
+def _transformers(row: Row) -> ModelSpec:
+    config: dict[str, Any] = {"model_type": row.model.family, **_without(row.model.config, "custom_class")}
+    if row.model.truncated_layers is not None:
+        config["num_hidden_layers"] = row.model.truncated_layers
+    if row.workload.task == "preference":
+        raise CannotTell("preference losses run two models or two halves of a batch, which is not modelled")
+    loss = _loss_variant(row)
+    if loss is not None:
+        return _factory(row, "language_models", {"config": config, "loss": loss, "attention": attention_of(row)})
+    return ModelSpec(
+        name=row.model.ref, source="folder", task=row.workload.task, config=config, max_seq_len=max_seq_len(config)
+    )
+
+
+def attention_of(row: Row) -> str:
+    """sdpa, eager or flash_attention_2, as a Request names it."""
+    chosen = {"eager": "eager", "sdpa": "sdpa", "flash2": "flash_attention_2", "n/a": "sdpa", "unknown": "sdpa"}
+    if row.strategy.attention not in chosen:
+        raise CannotTell(f"attention {row.strategy.attention} is not modelled")
+    return chosen[row.strategy.attention]
+
+
+def _loss_variant(row: Row) -> str | None:
+    """A loss of `published.language_models`, or None for the model's own."""
+    loss, task = row.strategy.loss, row.workload.task
+    if row.workload.loss_fn not in ("cross-entropy", "task"):
+        raise CannotTell(f"loss {row.workload.loss_fn} is not modelled for this family")
+    if loss in ("standard", "unknown", "n/a"):
+        version = version_of(row, "transformers")
+        if task != "causal-lm" or version is None or version >= _UNSHIFTED_LOGITS:
+            return None
+        if row.model.family in _NARROW_LOSS:
+            return "shifted-narrow"
+        return "shifted-by-function" if version >= _SHARED_LOSS else "shifted"
+    if task != "causal-lm":
+        raise CannotTell(f"loss {loss} is modelled for causal language models only")
+    if loss == "fused-ce-materialized":
+        return "in-place"
+    if loss == "liger-fused":
+        return "fused-linear"
+    raise CannotTell(f"loss {loss} is not modelled")

@@ -1,0 +1,165 @@
+"""A published row as a question to the planner; CannotTell, with the reason, where it cannot be one.
+
+Nothing is filled in that a row does not say, but for what its source's `Profile` states, and for the GPU of rows that name
+none: their figures depend on it in small workspaces only.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ..errors import CannotTell, UserError
+from ..units import GiB
+from .accuracy_models import attention_of, profile_of, spec_of, version_of
+from .accuracy_rows import Row
+
+if TYPE_CHECKING:
+    from ..hardware.profile import Device
+    from ..planner.request import Request
+
+_ANY_GPU = "a100-sxm-80gb"
+_PARALLEL_WORDS = {"zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3", "naive-pp": "pipeline parallelism"}
+_PRECISION = {
+    ("fp32", "none"): "fp32",
+    ("bf16", "none"): "bf16",
+    ("fp16", "none"): "fp16",
+    ("fp32", "bf16"): "bf16-autocast",
+    ("fp32", "fp16"): "fp16-autocast",
+    # autocast finds bf16 weights as it wants them, and the ops that it widens widen themselves in these models
+    ("bf16", "bf16"): "bf16",
+    ("fp16", "fp16"): "fp16",
+}
+_MODE = {"train": "train", "forward-backward": "train", "forward": "forward", "inference": "inference"}
+# Steps without a state or a temporary: what a loop without an optimizer costs.
+_NO_OPTIMIZER = ("sgd", "for-loop")
+
+
+@dataclass(frozen=True)
+class Question:
+    """A request, and what the row itself says about the process beside the allocator."""
+
+    request: Request
+    context_bytes: int | None = None
+    """The CUDA context as the source measured it; None: the catalogue's figure holds."""
+
+
+def question_of(row: Row) -> Question:
+    """Raises CannotTell for a row that cannot be expressed."""
+    from ..planner.loop import LoopFacts
+    from ..planner.request import Request
+
+    _refuse_what_is_not_modelled(row)
+    profile = profile_of(row)
+    device = _device(row)
+    optimizer, impl = _optimizer(row)
+    spec = spec_of(row)
+    loop: dict[str, Any] = {"grad_accum_steps": row.workload.grad_accum, **profile.loop}
+    torch = version_of(row, "torch")
+    if torch is not None and torch < (2, 0):
+        loop.setdefault("set_to_none", False)  # the default of zero_grad before torch 2.0
+    own_recompute = spec.factory is not None and "blocks_per_checkpoint" in spec.factory.kwargs
+    request = Request(
+        model=spec,
+        device=device,
+        micro_batch_size=row.workload.micro_batch,
+        seq_len=max(row.workload.seq_len, 1),
+        target_len=row.workload.target_len,
+        image_size=row.workload.image_size,
+        precision=_precision(row),
+        optimizer=optimizer,
+        optimizer_impl=impl,
+        recompute="none" if own_recompute else row.strategy.recompute or "none",
+        reentrant=_reentrant(row),
+        attention=attention_of(row),
+        mode=_MODE[row.workload.phase],
+        compiled=row.strategy.compile,
+        loop=LoopFacts(**loop),
+    )
+    try:
+        request.check()
+    except UserError as error:
+        raise CannotTell(str(error)) from error
+    return Question(request, row.measured.phases.get("cuda_context"))
+
+
+def _refuse_what_is_not_modelled(row: Row) -> None:
+    strategy = row.strategy
+    if strategy.parallel.kind != "single":
+        kind = strategy.parallel.kind
+        raise CannotTell(f"{_PARALLEL_WORDS.get(kind, kind.upper())} on {row.hardware.num_gpus} GPUs is not modelled yet")
+    if strategy.method not in ("full", "none"):
+        raise CannotTell(f"method {strategy.method} is not modelled yet")
+    if strategy.offload.any:
+        raise CannotTell("offload is not modelled yet")
+    if strategy.precision.low_precision_linears != "none":
+        raise CannotTell(f"{strategy.precision.low_precision_linears} linears are not modelled")
+    if strategy.optimizer.in_backward:
+        raise CannotTell("an optimizer that steps inside backward is not modelled yet")
+    if row.measured.metric == "unspecified":
+        raise CannotTell("the source does not say which figure it measured")
+    if row.measured.metric == "reserved_minus_init":
+        raise CannotTell("reserved memory less what was reserved after loading is not predicted: loading is not modelled")
+    if row.measured.scope != "per-gpu":
+        raise CannotTell(f"the figure is {row.measured.scope.replace('-', ' ')}")
+
+
+def _device(row: Row) -> Device:
+    from ..hardware.catalogue import find, resolve
+
+    name = row.hardware.gpu
+    memory = row.hardware.gpu_memory_gib
+    generic = name == "unspecified" or re.fullmatch(r"generic-\d+gb", name) is not None
+    if generic:
+        name = profile_of(row).gpu or _ANY_GPU
+    if find(name) is None:
+        raise CannotTell(f"the GPU {name!r} is not in the catalogue")
+    device, _ = resolve(name)
+    if memory is None or row.measured.metric not in ("fits", "oom") or (not generic and _is_nominal(memory, device)):
+        return device
+    return device.with_memory(int(memory * GiB))
+
+
+def _is_nominal(memory_gib: float, device: Device) -> bool:
+    """Whether the row repeats the number on the box, which no card has for its programs."""
+    return memory_gib == device.nominal_gb
+
+
+def _precision(row: Row) -> str:
+    p = row.strategy.precision
+    if p.param_dtype is None:
+        raise CannotTell("the dtype of the parameters is not known")
+    if p.master_weights in ("fp32", "bf16") and p.master_weights != p.param_dtype:
+        raise CannotTell(f"{p.param_dtype} parameters with {p.master_weights} master weights are not modelled yet")
+    found = _PRECISION.get((p.param_dtype, p.autocast))
+    if found is None:
+        raise CannotTell(f"{p.param_dtype} parameters under {p.autocast} autocast are not modelled")
+    if p.grad_dtype is not None and p.grad_dtype != p.param_dtype:
+        raise CannotTell(f"{p.grad_dtype} gradients of {p.param_dtype} parameters are not modelled")
+    return found
+
+
+def _optimizer(row: Row) -> tuple[str, str]:
+    o = row.strategy.optimizer
+    if o.name == "none" or row.workload.phase != "train":
+        return _NO_OPTIMIZER
+    name = "sgd-momentum" if o.name == "sgd" and o.momentum else o.name
+    from ..planner.optimizers.traced import names
+
+    if name not in names():
+        raise CannotTell(f"optimizer {o.name} is not modelled yet")
+    impl = {"unknown": "default", "n/a": "default", "apex-fused": "fused"}.get(o.impl, o.impl)
+    if impl not in ("default", "foreach", "fused", "for-loop"):
+        raise CannotTell(f"optimizer {o.name} of {o.impl} is not modelled yet")
+    if o.state_dtype is not None and o.state_dtype != row.strategy.precision.param_dtype:
+        raise CannotTell(f"{o.state_dtype} optimizer state of {row.strategy.precision.param_dtype} parameters is not modelled yet")
+    return name, impl
+
+
+def _reentrant(row: Row) -> bool:
+    """As stated; else what transformers' Trainer took: reentrant checkpoints before 5.0 (`gradient_checkpointing_kwargs`)."""
+    if row.strategy.recompute_reentrant is not None:
+        return row.strategy.recompute_reentrant
+    version = version_of(row, "transformers")
+    return version is not None and version < (5, 0)
