@@ -40,7 +40,7 @@ def max_micro_batch_size(request: Request, traces: TraceSource) -> int | None:
 
 
 def max_seq_len(request: Request, traces: TraceSource) -> int | None:
-    """The longest sequence that fits, in steps of 16 tokens and up to the model's own limit; None where length means nothing."""
+    """The longest sequence that fits, in steps of 16 and up to the model's own limit; None where length means nothing."""
     if request.model.task == "image-classification":
         return None
     limit = request.model.max_seq_len or 1 << 17
@@ -108,7 +108,9 @@ def _fits(request: Request, traces: TraceSource) -> tuple[bool, float]:
     if share > 1:
         return False, share
     played = replay_ledger(ledger, AllocConf.parse(request.alloc_conf), limit_bytes=usable, with_series=False)
-    return played.failure is None, max(share, played.peak_reserved_bytes / usable) if played.failure is None else max(share, 1.001)
+    return played.failure is None, max(share, played.peak_reserved_bytes / usable) if played.failure is None else max(
+        share, 1.001
+    )
 
 
 # -- remedies ------------------------------------------------------------------------------------------------------------
@@ -168,7 +170,7 @@ def _floor_bytes(request: Request, prediction: Prediction) -> int:
 
 
 def _changes(request: Request) -> Iterator[_Change]:
-    """Single changes, those first that cost least: nothing, then time, then precision of the numbers, then another optimizer."""
+    """Single changes, cheapest first: those that cost nothing, then time, then precision of the numbers, then the optimizer."""
     trains = request.mode == "train"
     if trains and not request.loop.set_to_none:
         yield _Change("let zero_grad set gradients to None", "--zero-grad after-step", request.but(set_to_none=True))
@@ -180,7 +182,9 @@ def _changes(request: Request) -> Iterator[_Change]:
         yield _Change("switch off the key-value cache in training", "without --use-cache", request.but(use_cache=False))
     if trains and request.optimizer_impl in ("default", "foreach") and request.optimizer in ("adamw", "adam", "adagrad"):
         yield _Change(
-            "use the fused optimizer kernel: no temporary copy in the step", "--optimizer-impl fused", request.but(optimizer_impl="fused")
+            "use the fused optimizer kernel: no temporary copy in the step",
+            "--optimizer-impl fused",
+            request.but(optimizer_impl="fused"),
         )
     if not request.alloc_conf:
         yield _Change(
@@ -191,15 +195,27 @@ def _changes(request: Request) -> Iterator[_Change]:
     if request.attention == "eager":
         yield _Change("use fused attention (SDPA)", "--attention sdpa", request.but(attention="sdpa"))
     if trains and request.recompute == "none":
-        yield _Change("recompute activations in backward (about a third more compute)", "--recompute full", request.but(recompute="full"))
+        yield _Change(
+            "recompute activations in backward (about a third more compute)", "--recompute full", request.but(recompute="full")
+        )
     if trains and request.precision == "fp32":
-        yield _Change("compute in bf16, keep fp32 weights (autocast)", "--precision bf16-autocast", request.but(precision="bf16-autocast"))
+        yield _Change(
+            "compute in bf16, keep fp32 weights (autocast)", "--precision bf16-autocast", request.but(precision="bf16-autocast")
+        )
     if request.precision in ("fp32", "bf16-autocast"):
-        yield _Change("weights, gradients and state in bf16, without fp32 masters", "--precision bf16", request.but(precision="bf16"))
+        yield _Change(
+            "weights, gradients and state in bf16, without fp32 masters", "--precision bf16", request.but(precision="bf16")
+        )
     if request.precision == "fp16-autocast":
-        yield _Change("weights, gradients and state in fp16, without fp32 masters", "--precision fp16", request.but(precision="fp16"))
+        yield _Change(
+            "weights, gradients and state in fp16, without fp32 masters", "--precision fp16", request.but(precision="fp16")
+        )
     if trains and request.optimizer in ("adamw", "adam"):
-        yield _Change("an optimizer with factored state", "--optimizer adafactor", request.but(optimizer="adafactor", optimizer_impl="default"))
+        yield _Change(
+            "an optimizer with factored state",
+            "--optimizer adafactor",
+            request.but(optimizer="adafactor", optimizer_impl="default"),
+        )
         yield _Change("an optimizer without state", "--optimizer sgd", request.but(optimizer="sgd", optimizer_impl="default"))
 
 
@@ -215,7 +231,10 @@ def _try(change: _Change, traces: TraceSource) -> Remedy | None:
 
 def _remedy(change: _Change, prediction: Prediction) -> Remedy:
     return Remedy(
-        change=change.words, option=change.option, reserved_peak_bytes=prediction.reserved_peak_bytes, verdict=prediction.verdict
+        change=change.words,
+        option=change.option,
+        reserved_peak_bytes=prediction.reserved_peak_bytes,
+        verdict=prediction.verdict,
     )
 
 
@@ -245,7 +264,9 @@ def _combined(request: Request, traces: TraceSource, prediction: Prediction) -> 
     options: list[str] = []
     current = request
     for _ in range(8):
-        change = next((c for c in _changes(current) if c.option not in options and not c.option.startswith("--alloc-conf")), None)
+        change = next(
+            (c for c in _changes(current) if c.option not in options and not c.option.startswith("--alloc-conf")), None
+        )
         if change is None:
             return []
         current = change.request
@@ -258,4 +279,3 @@ def _combined(request: Request, traces: TraceSource, prediction: Prediction) -> 
         if remedy and remedy.verdict in (Verdict.FITS, Verdict.TIGHT):
             return [remedy]
     return []
-

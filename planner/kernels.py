@@ -211,12 +211,12 @@ def _efficient_workspace(
 
 
 def _kernel(signature: Signature) -> str:
-    return next(v for v in signature.scalars.values() if v in ("flash", "efficient"))
+    return next(str(v) for v in signature.scalars.values() if v in ("flash", "efficient"))
 
 
 def _is_bshd(info: TensorInfo) -> bool:
     """Laid out as [batch, seq, head, dim] in memory, seen as [batch, head, seq, dim]."""
-    batch, heads, length, dim = info.shape
+    _, heads, length, dim = info.shape
     wanted = (length * heads * dim, dim, heads * dim, 1)
     return all(n == 1 or s == w for n, s, w in zip(info.shape, info.stride, wanted, strict=True))
 
@@ -287,7 +287,14 @@ def _embedding_backward(signature: Signature, device: Device, torch_version: tup
         return _NOTHING
     ints = _INT64 * n
     sort = (ints, ints, ints, _sort_temporary(n), -4, -3)  # sorted, original, range, cub; cub and range go
-    partials = (ints, _INT64, ints, ints, ints, _FP32 * n * width)  # offsets, count, per segment, its offsets, partial offsets, rows
+    partials = (
+        ints,
+        _INT64,
+        ints,
+        ints,
+        ints,
+        _FP32 * n * width,
+    )  # offsets, count, per segment, its offsets, partial offsets, rows
     return Hidden(transient=sort + partials)
 
 

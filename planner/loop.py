@@ -33,5 +33,7 @@ class LoopFacts:
             said.append(f"{self.grad_accum_steps} micro steps are accumulated before each optimizer step")
         if self.clip_grad_norm:
             said.append("gradients are clipped by norm")
-        said.append("the loop holds the model's output through the step" if self.keep_outputs else "the loop keeps only the loss")
+        said.append(
+            "the loop holds the model's output through the step" if self.keep_outputs else "the loop keeps only the loss"
+        )
         return said

@@ -48,9 +48,15 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
         "--optimizer", metavar="O", help="adamw (default), adam, sgd, sgd-momentum, adafactor and others of torch.optim"
     )
     how.add_argument("--optimizer-impl", metavar="I", help="default: what torch picks; foreach, fused, for-loop")
-    how.add_argument("--recompute", metavar="R", help="none (default), full, every-k:N, selective-layer:N, selective-op[:matmul+attention]")
-    how.add_argument("--loss", choices=("model", "plain", "chunked"), help="the model's own (default), plain: logits as they are, chunked")
-    how.add_argument("--use-cache", action="store_true", help="the model builds a key-value cache while it trains (Trainer: off)")
+    how.add_argument(
+        "--recompute", metavar="R", help="none (default), full, every-k:N, selective-layer:N, selective-op[:matmul+attention]"
+    )
+    how.add_argument(
+        "--loss", choices=("model", "plain", "chunked"), help="the model's own (default), plain: logits as they are, chunked"
+    )
+    how.add_argument(
+        "--use-cache", action="store_true", help="the model builds a key-value cache while it trains (Trainer: off)"
+    )
     how.add_argument("--reentrant", action="store_true", help="the older, reentrant kind of activation checkpointing")
     how.add_argument("--attention", metavar="A", help="sdpa (default), eager, flash_attention_2")
     how.add_argument(

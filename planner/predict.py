@@ -41,7 +41,9 @@ def predict(request: Request, traces: TraceSource) -> Prediction:
     conf = AllocConf.parse(request.alloc_conf)
     device = request.device
     free = replay_ledger(ledger, conf)
-    limited = replay_ledger(ledger, conf, limit_bytes=device.usable_bytes) if free.peak_reserved_bytes > device.usable_bytes else free
+    limited = (
+        replay_ledger(ledger, conf, limit_bytes=device.usable_bytes) if free.peak_reserved_bytes > device.usable_bytes else free
+    )
     headroom = device.usable_bytes - free.peak_reserved_bytes
     verdict, reason, failure = _judge(ledger, free, limited, headroom, device.usable_bytes)
     peak = _moment(ledger, free, free.peak_allocated_event)

@@ -23,7 +23,7 @@ DEFAULT_MICRO_BATCH_SIZE = 1
 DEFAULT_SEQ_LEN = 2048  # capped by the model's positions
 DEFAULT_IMAGE_SEQ_LEN = 0
 
-# Words that DESIGN's command line knows and that this version does not plan.  Asking for one is no mistake: the answer is unknown.
+# Words of the command line that this version does not plan yet.  Asking for one is no mistake: the answer is unknown.
 _LATER_METHODS = ("lora", "qlora", "dora", "freeze", "galore", "badam", "lomo", "lisa", "mezo", "zo2", "distzo2")
 _LATER_STRATEGIES = ("ddp", "zero0", "zero1", "zero2", "zero3", "fsdp1", "fsdp2", "hsdp")
 
@@ -97,7 +97,9 @@ class Request:
 
     def as_data(self) -> dict[str, Any]:
         """The question as JSON data, for the answer to carry."""
-        plain = {k: v for k, v in asdict(replace(self, loop=self.loop)).items() if k not in ("model", "device", "defaults", "loop")}
+        plain = {
+            k: v for k, v in asdict(replace(self, loop=self.loop)).items() if k not in ("model", "device", "defaults", "loop")
+        }
         return {
             "model": self.model.name,
             "task": self.model.task,

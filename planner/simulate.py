@@ -53,7 +53,13 @@ class Simulation:
     """What a strategy sees: the trace, the loop, and the means to make and drop blocks."""
 
     def __init__(
-        self, trace: StepTrace, strategy: Strategy, optimizer: OptimizerRule | None, loop: LoopFacts, kernels: Kernels, rank: int = 0
+        self,
+        trace: StepTrace,
+        strategy: Strategy,
+        optimizer: OptimizerRule | None,
+        loop: LoopFacts,
+        kernels: Kernels,
+        rank: int = 0,
     ) -> None:
         self.trace = trace
         self.loop = loop
@@ -90,7 +96,13 @@ class Simulation:
         return self._optimizer
 
     def place(
-        self, component: Component, fqn: str, shape: Sequence[int], dtype: str, tier: Tier = Tier.GPU, stream: int = DEFAULT_STREAM
+        self,
+        component: Component,
+        fqn: str,
+        shape: Sequence[int],
+        dtype: str,
+        tier: Tier = Tier.GPU,
+        stream: int = DEFAULT_STREAM,
     ) -> Block:
         """A named tensor of the run: parameter, shard, master weight, state, gradient."""
         numel = 1
@@ -99,7 +111,13 @@ class Simulation:
         return self.alloc(component, numel * ITEMSIZE[dtype], fqn, component.label, tier, stream)
 
     def alloc(
-        self, component: Component, nbytes: int, fqn: str = "", what: str = "", tier: Tier = Tier.GPU, stream: int = DEFAULT_STREAM
+        self,
+        component: Component,
+        nbytes: int,
+        fqn: str = "",
+        what: str = "",
+        tier: Tier = Tier.GPU,
+        stream: int = DEFAULT_STREAM,
     ) -> Block:
         return Block(self._ledger.alloc(nbytes, component, (fqn, what), tier, stream), nbytes)
 
@@ -110,7 +128,9 @@ class Simulation:
         """Work for the timeline; it takes no memory."""
         self.work.append(Work(kind, stream, nbytes, len(self._ledger)))
 
-    def run_optimizer(self, events: Iterable[StepEvent], names: Sequence[str], component: Component = Component.OPTIMIZER_STATE) -> None:
+    def run_optimizer(
+        self, events: Iterable[StepEvent], names: Sequence[str], component: Component = Component.OPTIMIZER_STATE
+    ) -> None:
         """Plays the events of an optimizer rule; `names[i]` is the fqn of tensor i."""
         temporaries: dict[int, Block] = {}
         for event in events:
@@ -317,7 +337,7 @@ class _Program:
         first: dict[int, int] = {}
         starts, inputs = trace.op_input_start.tolist(), trace.op_inputs.tolist()
         births: dict[int, int] = {}
-        backward = False
+        backward, op_event = False, 0
         for index, (kind, arg) in enumerate(zip(self.kind, self.arg, strict=True)):
             if kind == EventKind.PHASE:
                 backward = arg == Phase.BACKWARD

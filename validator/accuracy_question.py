@@ -153,7 +153,9 @@ def _optimizer(row: Row) -> tuple[str, str]:
     if impl not in ("default", "foreach", "fused", "for-loop"):
         raise CannotTell(f"optimizer {o.name} of {o.impl} is not modelled yet")
     if o.state_dtype is not None and o.state_dtype != row.strategy.precision.param_dtype:
-        raise CannotTell(f"{o.state_dtype} optimizer state of {row.strategy.precision.param_dtype} parameters is not modelled yet")
+        raise CannotTell(
+            f"{o.state_dtype} optimizer state of {row.strategy.precision.param_dtype} parameters is not modelled yet"
+        )
     return name, impl
 
 

@@ -38,7 +38,7 @@ class StepKind(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class StepEvent:
-    """One allocation or free inside `step()`.  `slot` names the block within the step; `tensor` the tensor it belongs to, or -1."""
+    """One allocation or free inside `step()`.  `slot` names the block in the step; `tensor` is whose it is, or -1."""
 
     kind: StepKind
     slot: int

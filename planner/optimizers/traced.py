@@ -88,7 +88,9 @@ def _events(name: str, impl: str, target: str, tensors: tuple[OptimizerTensor, .
 
 
 def _write(events: StepEvents) -> bytes:
-    rows = {part: [[int(e.kind), e.slot, e.nbytes, e.tensor] for e in getattr(events, part)] for part in ("init", "first", "later")}
+    rows = {
+        part: [[int(e.kind), e.slot, e.nbytes, e.tensor] for e in getattr(events, part)] for part in ("init", "first", "later")
+    }
     return zlib.compress(json.dumps(rows).encode(), 1)
 
 
@@ -197,7 +199,9 @@ def _record_step(optimizer: Any, params: list[Any], target: str, impl: str, *, v
 
 
 def _on_host(tensor: Any, target: str, impl: str) -> bool:
-    return target == "cuda" and impl != "fused" and tensor.dim() == 0 and tensor.untyped_storage().nbytes() <= _HOST_SCALAR_BYTES
+    return (
+        target == "cuda" and impl != "fused" and tensor.dim() == 0 and tensor.untyped_storage().nbytes() <= _HOST_SCALAR_BYTES
+    )
 
 
 def _owner(args: Any, owner: dict[int, int]) -> int:

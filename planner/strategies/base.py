@@ -87,7 +87,7 @@ class Strategy(abc.ABC):
         """A module is left."""
 
     def pack_saved(self, sim: Simulation, storage: int, block: Block) -> Block | None:
-        """An activation has had its last use in forward.  Returns what is kept instead of `block` (`block` itself: no change)."""
+        """An activation has had its last use in forward.  Returns what is kept instead (`block`: no change)."""
         return block
 
     def unpack_saved(self, sim: Simulation, storage: int, kept: Block | None, nbytes: int) -> Block:

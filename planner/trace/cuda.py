@@ -5,7 +5,7 @@ whose CUDA branch is another one are given that branch here (a `torch.library` i
 after the trace):
 
 * dropout        one fused op with a mask of one byte an element (ATen/native/Dropout.cpp, `is_fused_kernel_acceptable`)
-* attention      one op with what the fused kernels save, or the math decomposition (ATen/native/transformers/cuda/sdp_utils.cpp)
+* attention      one op with what the fused kernels save, or the math form (ATen/native/transformers/cuda/sdp_utils.cpp)
 * rms_norm       `_fused_rms_norm`: saves the input and one fp32 per row (ATen/native/layer_norm.cpp, torch >= 2.9)
 * softmax        of fp16 with dtype=fp32: no fp32 copy of the input (ATen/native/SoftMax.cpp, `softmax`)
 * statistics     of layer_norm are fp32 on CUDA whatever the input (layer_norm_kernel.cu, `layer_norm_cuda`)

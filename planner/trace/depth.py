@@ -79,7 +79,7 @@ def _period(kinds: Sequence[int]) -> tuple[int, int] | None:
     """
     n = len(kinds)
     for period in range(1, n // 2):
-        for first in range(0, min(8, n - 2 * period)):
+        for first in range(min(8, n - 2 * period)):
             if all(kinds[i] == kinds[i - period] for i in range(first + period, n)):
                 return first + period, period
     return None
@@ -300,7 +300,9 @@ class _Writer:
 
     def write(self) -> Expansion:
         trace, cut = self.trace, self.cut
-        self.modules, self.module_of = self._spread(trace.modules, cut._module_place, lambda m, name: ModuleInfo(name, m.class_name))
+        self.modules, self.module_of = self._spread(
+            trace.modules, cut._module_place, lambda m, name: ModuleInfo(name, m.class_name)
+        )
         params, self.param_of = self._spread(trace.params, cut._param_place, self._slot)
         buffers, buffer_of = self._spread(trace.buffers, cut._buffer_place, self._slot)
         new_params = self._number(params, self.param_of, "P")
@@ -525,7 +527,9 @@ class _Writer:
         stack = self.stacks[walk[0][0]]
         by_block = {block: events for _, block, events in walk}
         first, last = min(by_block), max(by_block)
-        if first > stack.head or last < stack.shallow - stack.period - 1:  # a few blocks at one end, not a walk through the stack
+        if (
+            first > stack.head or last < stack.shallow - stack.period - 1
+        ):  # a few blocks at one end, not a walk through the stack
             return [event for _, _, events in walk for event in events]
         full = range(first, stack.blocks - (stack.shallow - last) + 1)
         long = []
@@ -539,7 +543,9 @@ class _Writer:
     def _must_end_alike(self, outputs: tuple[int, ...]) -> None:
         """Every storage of the deep trace ends as the one that it equals: freed, handed over, returned, or kept."""
 
-        def ends(kinds: Sequence[int], args: Sequence[int], auxs: Sequence[int], count: int, returned: tuple[int, ...]) -> np.ndarray:
+        def ends(
+            kinds: Sequence[int], args: Sequence[int], auxs: Sequence[int], count: int, returned: tuple[int, ...]
+        ) -> np.ndarray:
             end = np.zeros((3, count), np.int8)
             for kind, arg, aux in zip(kinds, args, auxs, strict=True):
                 if kind == EventKind.FREE:
@@ -610,7 +616,7 @@ class _Writer:
 
     def _outputs(self) -> tuple[int, ...]:
         """Storages of the output; what each block contributed (a key-value cache) is walked through the stack."""
-        refs = []
+        refs: list[tuple[int, Any, Any]] = []
         outside = _Segment(("G", 0, -1), [], [], [], [])
         for storage in self.trace.output_storages:
             refs.append((EventKind.FREE, self.cut._storage(storage, outside), 0))

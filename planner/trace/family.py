@@ -88,7 +88,8 @@ class TraceFamily:
         """Raises ValueError where an expression is no integer: the family does not hold there after all."""
         sizes = np.array(evaluate_tree(list(self.storage_sizes), batch, seq), np.int64)
         signatures = tuple(
-            _with_sizes(s, evaluate_tree(tree, batch, seq)) for s, tree in zip(self.deep.signatures, self.signature_sizes, strict=True)
+            _with_sizes(s, evaluate_tree(tree, batch, seq))
+            for s, tree in zip(self.deep.signatures, self.signature_sizes, strict=True)
         )
         return replace(
             self.deep,
@@ -127,7 +128,9 @@ class TraceFamily:
             raise ValueError(f"not a trace family: {error}") from error
 
 
-def find_family(domain: Domain, probe: Callable[[int, int], StepTrace], deepen: Callable[[StepTrace], Expansion]) -> TraceFamily:
+def find_family(
+    domain: Domain, probe: Callable[[int, int], StepTrace], deepen: Callable[[StepTrace], Expansion]
+) -> TraceFamily:
     """The family in `domain` from shallow traces: `probe(batch, seq)` makes one, `deepen` extends it to the full depth.
 
     Raises NoFamily where the probes run different ops, or a size follows no expression.
@@ -189,7 +192,7 @@ def _fit_storages(fitter: Fitter, traces: Sequence[StepTrace]) -> tuple[Any, ...
 
 
 def _fit_signatures(fitter: Fitter, traces: Sequence[StepTrace]) -> tuple[np.ndarray, tuple[Any, ...], tuple[Signature, ...]]:
-    """Signatures told apart at any probe are different: (op -> signature, sizes per signature, signatures at the first probe)."""
+    """Signatures told apart at any probe are different: (op -> signature, sizes of each, signatures at the first probe)."""
     stacked = np.stack([t.op_signature for t in traces], axis=1)
     distinct, op_signature = np.unique(stacked, axis=0, return_inverse=True)
     sizes, signatures = [], []

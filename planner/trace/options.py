@@ -89,7 +89,7 @@ class TraceOptions:
     """train: forward, loss, backward.  forward: the graph is kept, no backward.  inference: under no_grad, in eval mode."""
     recompute: str = "none"
     """none; full: every block, by the model's own activation checkpointing where it has one; every-k:N: segments of N blocks;
-    selective-layer:N: every Nth block; selective-op[:NAMES]: every block, keeping the results of the named ops (joined by +)."""
+    selective-layer:N: every Nth block; selective-op[:NAMES]: every block, keeping results of the named ops (joined by +)."""
     reentrant: bool = False
     """The checkpoint variant: torch's reentrant one, or (default) the one that transformers 5 and torch recommend."""
     attention: str = "sdpa"
@@ -123,5 +123,6 @@ def recompute_parts(text: str) -> tuple[str, int, tuple[str, ...]]:
     if kind in ("selective-op", "selective"):
         return "selective-op", 0, tuple(rest.split("+")) if rest else ("matmul", "attention", "max")
     raise UserError(
-        f"--recompute {text!r} is not known", "Choose none, full, every-k:N, selective-layer:N or selective-op[:matmul+attention]"
+        f"--recompute {text!r} is not known",
+        "Choose none, full, every-k:N, selective-layer:N or selective-op[:matmul+attention]",
     )

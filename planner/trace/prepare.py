@@ -194,7 +194,7 @@ def _wrap(
 ) -> None:
     parent_path, _, name = path.rpartition(".")
     parent = module.get_submodule(parent_path)
-    old = module.get_submodule(path)
+    old: Any = module.get_submodule(path)
     blocks = [Recomputed(g, reentrant, contexts) if r else g[0] for g, r in zip(groups, recomputed, strict=True)]
     setattr(parent, name, nn.Sequential(*blocks) if isinstance(old, nn.Sequential) else nn.ModuleList(blocks))
     if len(groups) < len(old):  # models that loop by a number of layers loop over the groups now
@@ -216,7 +216,8 @@ class Recomputed(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:  # models ask their layers for attributes (attention_type, is_sliding ...)
-            return getattr(super().__getattr__("blocks")[0], name)
+            blocks: Any = super().__getattr__("blocks")
+            return getattr(blocks[0], name)
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
         more: dict[str, Any] = {"context_fn": self.contexts} if self.contexts is not None else {}

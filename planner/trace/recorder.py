@@ -241,14 +241,20 @@ class Recorder(TorchDispatchMode):
         """The fake result of an op.
 
         The fake mode spends most of its time on finding an op's result in its own cache.  Two kinds of ops need none of that:
-        one seen before with the same arguments, whose outputs are all new tensors, and a view, which its kernel answers at once.
+        one seen before with the same arguments, whose outputs are all new tensors, and a view, which its kernel answers.
         """
+        out: Any
         made = self._results.get(read.key) if read.key is not None else None
         if made is not None:
             device, single, infos = made
             fresh = [self._new_fake(info, device) for info in infos]
             return fresh[0] if single else tuple(fresh)
-        if func.is_view and not kwargs and read.inputs and all(isinstance(t, FakeTensor) and t.constant is None for t in read.inputs):
+        if (
+            func.is_view
+            and not kwargs
+            and read.inputs
+            and all(isinstance(t, FakeTensor) and t.constant is None for t in read.inputs)
+        ):
             with in_kernel_invocation_manager(self._mode):
                 out = func(*args)
             if isinstance(out, torch.Tensor):
@@ -266,7 +272,12 @@ class Recorder(TorchDispatchMode):
         if not isinstance(outputs, (list, tuple)) or isinstance(out, list) or not outputs:
             return
         for tensor in outputs:
-            if not isinstance(tensor, FakeTensor) or tensor.constant is not None or tensor.storage_offset() or tensor.layout is not torch.strided:
+            if (
+                not isinstance(tensor, FakeTensor)
+                or tensor.constant is not None
+                or tensor.storage_offset()
+                or tensor.layout is not torch.strided
+            ):
                 return
             if tensor.untyped_storage()._cdata in self._live or tensor.is_conj() or tensor.is_neg():
                 return
@@ -451,7 +462,8 @@ class Recorder(TorchDispatchMode):
 
     def _settle_roles(self) -> None:
         """Storages made in a forward (or recompute) that outlive it are activations; the others are temporaries."""
-        run, born = Pass.FORWARD, {}
+        run = Pass.FORWARD
+        born: dict[int, tuple[Pass, bool]] = {}  # storage -> (pass that made it, in a recompute)
         depth = 0
         for kind, arg, aux in zip(self._kind, self._arg, self._aux, strict=True):
             if kind == EventKind.PHASE:
@@ -484,9 +496,7 @@ class _Calls:
     node below s0: the forward's markers, walked backwards, with the calls that made no node in their right place.
     """
 
-    def __init__(
-        self, module: torch.nn.Module, emit: Callable[..., None], storages: Callable[[Any], tuple[int, ...]]
-    ) -> None:
+    def __init__(self, module: torch.nn.Module, emit: Callable[..., None], storages: Callable[[Any], tuple[int, ...]]) -> None:
         self.root_output: tuple[int, ...] = ()  # storages of what the root module returned last
         self._storages = storages
         self.modules: dict[str, str] = {}
@@ -625,8 +635,8 @@ def _fake_grouped_mm(args: Any, kwargs: Any) -> torch.Tensor:
     3-d x 2-d -> [m, cols].  Rows are padded to 16 bytes (torch/_meta_registrations.py, _create_grouped_mm_output_tensor).
     """
     names = ("self", "mat2", "offs", "bias", "out_dtype")
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    a, b, offs, out_dtype = given["self"], given["mat2"], given.get("offs"), given.get("out_dtype")
+    given: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
+    a, b, offs, out_dtype = given["self"], given["mat2"], given["offs"], given.get("out_dtype")
     size: tuple[int, ...]
     if a.dim() == 2 and b.dim() == 2:
         size = (offs.size(0), a.size(0), b.size(1))

@@ -73,7 +73,7 @@ class Role(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Shape, stride (in elements; 0 for a dimension of size 1, whose stride means nothing) and dtype of an argument or result."""
+    """Shape, stride (in elements; 0 for a dimension of size 1, where it means nothing) and dtype of an argument or result."""
 
     dtype: str
     shape: tuple[int, ...]

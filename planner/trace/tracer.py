@@ -30,7 +30,9 @@ from .shadow import Shadows
 from .steptrace import Phase, StepTrace
 
 
-def trace_step(spec: ModelSpec, options: TraceOptions, *, depth: Mapping[str, int] | None = None, with_graph: bool = True) -> StepTrace:
+def trace_step(
+    spec: ModelSpec, options: TraceOptions, *, depth: Mapping[str, int] | None = None, with_graph: bool = True
+) -> StepTrace:
     """Records one micro step of `spec`.
 
     `depth` cuts lists of blocks: path of a ModuleList or Sequential -> how many of its first blocks are kept.
@@ -69,7 +71,8 @@ class FakeModel:
     def cut(self, depth: Mapping[str, int]) -> None:
         """Keeps the first blocks of each list: path -> how many."""
         for path, blocks in depth.items():
-            del self._built.module.get_submodule(path)[blocks:]  # type: ignore[attr-defined]
+            stack: Any = self._built.module.get_submodule(path)
+            del stack[blocks:]
 
     def record(self, batch_size: int, seq_len: int, *, with_graph: bool = True) -> StepTrace:
         options = replace(self.options, batch_size=batch_size, seq_len=seq_len)
@@ -118,7 +121,9 @@ def _record(
             )
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         where = recorder.where() or "the model"
-        raise CannotTell(f"{spec.name}: {where} decides by the values of a tensor ({error.func}), which no trace knows") from error
+        raise CannotTell(
+            f"{spec.name}: {where} decides by the values of a tensor ({error.func}), which no trace knows"
+        ) from error
     except (UserError, CannotTell, KeyboardInterrupt):
         raise
     except UnsupportedOperatorException as error:

@@ -70,7 +70,9 @@ def test_a_deepened_trace_equals_the_full_one_with_recompute(name, reentrant):
     assert_deepens(request(name, recompute="full", reentrant=reentrant))
 
 
-@pytest.mark.parametrize("options", [{"mode": "inference"}, {"mode": "forward"}, {"precision": "bf16-autocast"}, {"use_cache": True}])
+@pytest.mark.parametrize(
+    "options", [{"mode": "inference"}, {"mode": "forward"}, {"precision": "bf16-autocast"}, {"use_cache": True}]
+)
 def test_a_deepened_trace_equals_the_full_one_in_every_mode(options):
     assert_deepens(request("llama", **options))
 
@@ -106,7 +108,9 @@ def test_a_trace_is_the_same_every_time_it_is_made():
 
 
 def test_every_column_counts_in_a_comparison():
-    trace = TraceSource(exact=True).step(make_request("openai-community/gpt2", "a100-80gb", overrides={"n_layer": "1"}, seq_len=32))
+    trace = TraceSource(exact=True).step(
+        make_request("openai-community/gpt2", "a100-80gb", overrides={"n_layer": "1"}, seq_len=32)
+    )
     assert same_structure(trace, replace(trace))
     for column in ("event_kind", "event_arg", "event_aux", "op_call", "op_pass", "op_inputs", "storage_bytes", "storage_role",
                    "storage_op", "storage_output", "call_module", "call_parent"):  # fmt: skip
@@ -281,7 +285,9 @@ def test_blocks_that_do_not_run_one_after_the_other_are_refused(tmp_path, kind):
 
 
 def test_without_stacks_a_trace_stays_as_it_is():
-    trace = TraceSource(exact=True).step(make_request("openai-community/gpt2", "a100-80gb", overrides={"n_layer": "1"}, seq_len=32))
+    trace = TraceSource(exact=True).step(
+        make_request("openai-community/gpt2", "a100-80gb", overrides={"n_layer": "1"}, seq_len=32)
+    )
     expansion = deepen(trace, [])
     assert expansion.trace is trace
     assert expansion.storage.tolist() == list(range(len(trace.storage_bytes)))

@@ -44,7 +44,9 @@ def points_of(name: str, longest: int) -> list[tuple[int, int]]:
     """Random points of a model, the same every time: a single sample and several; aligned and unaligned lengths."""
     chosen = random.Random(name)
     aligned = [(chosen.choice([2, 3, 7]), 16 * chosen.randint(2, longest // 16)) for _ in range(2)]
-    unaligned = [(chosen.choice([2, 3, 7]), 16 * chosen.randint(2, longest // 16 - 1) + chosen.randint(1, 15)) for _ in range(4)]
+    unaligned = [
+        (chosen.choice([2, 3, 7]), 16 * chosen.randint(2, longest // 16 - 1) + chosen.randint(1, 15)) for _ in range(4)
+    ]
     return [*aligned, *unaligned, (1, chosen.randint(32, longest)), (chosen.randint(1, 3), chosen.randint(1, 31))]
 
 
@@ -94,7 +96,9 @@ def test_one_family_serves_every_point_of_its_domain(monkeypatch):
 
 
 @given(
-    st.tuples(st.integers(1, 200), st.integers(32, 9000)), st.lists(st.integers(1, 9000), max_size=3), st.one_of(st.none(), st.just(9000))
+    st.tuples(st.integers(1, 200), st.integers(32, 9000)),
+    st.lists(st.integers(1, 9000), max_size=3),
+    st.one_of(st.none(), st.just(9000)),
 )
 def test_a_domain_holds_its_point_and_its_probes_and_crosses_no_threshold(point, cuts, longest):
     for domain in domains(point, cuts, longest):
@@ -128,7 +132,12 @@ def test_lengths_below_32_and_unknown_domains_are_traced_point_by_point():
 
 
 def test_thresholds_are_found_in_nested_configs():
-    config = {"sliding_window": 4096, "use_sliding_window": True, "text_config": {"attention_chunk_size": 8192}, "hidden_size": 3}
+    config = {
+        "sliding_window": 4096,
+        "use_sliding_window": True,
+        "text_config": {"attention_chunk_size": 8192},
+        "hidden_size": 3,
+    }
     assert sorted(thresholds(config)) == [4096, 8192]
 
 
@@ -218,7 +227,9 @@ def test_a_second_source_reads_the_family_from_disk(monkeypatch):
     assert same_structure(second.step(asked), first)
 
 
-@pytest.mark.parametrize("content", [b"", b"garbage", b"PK\x03\x04 and so on", bytes(1000)], ids=["empty", "text", "zip head", "zeros"])
+@pytest.mark.parametrize(
+    "content", [b"", b"garbage", b"PK\x03\x04 and so on", bytes(1000)], ids=["empty", "text", "zip head", "zeros"]
+)
 def test_a_corrupt_entry_is_made_again(content):
     asked = request(*ASKED, overrides=LAYERS)
     first = TraceSource().step(asked)

@@ -63,9 +63,14 @@ def test_a_matrix_product_brings_the_cublas_workspace(op, gpu, nbytes):
     assert hidden(f"aten.{op}.default", operands, [info((4, 8))], gpu=gpu).workspace == ("cublas", nbytes)
 
 
-@pytest.mark.parametrize(("torch", "transient"), [("2.6.0", (1_048_576,)), ("2.7.1+cu128", (1_048_576,)), ("2.8.0", ()), ("2.13.0", ())])
+@pytest.mark.parametrize(
+    ("torch", "transient"), [("2.6.0", (1_048_576,)), ("2.7.1+cu128", (1_048_576,)), ("2.8.0", ()), ("2.13.0", ())]
+)
 def test_a_linear_with_bias_takes_one_mebibyte_up_to_torch_2_7(torch, transient):
-    assert hidden("aten.addmm.default", [info((8,)), info((4, 8)), info((8, 8))], [info((4, 8))], torch=torch).transient == transient
+    assert (
+        hidden("aten.addmm.default", [info((8,)), info((4, 8)), info((8, 8))], [info((4, 8))], torch=torch).transient
+        == transient
+    )
 
 
 def test_the_cpu_target_expands_nothing():
@@ -259,7 +264,9 @@ def index_put(n, accumulate) -> Hidden:
     )
 
 
-@pytest.mark.parametrize(("n", "blocks"), [(512, [4096] * 5 + [1]), (2048, [16_384] * 5 + [1]), (4096, [32_768] * 5 + [72_191])])
+@pytest.mark.parametrize(
+    ("n", "blocks"), [(512, [4096] * 5 + [1]), (2048, [16_384] * 5 + [1]), (4096, [32_768] * 5 + [72_191])]
+)
 def test_the_backward_of_indexing_sorts_with_five_blocks_and_a_temporary(n, blocks):
     assert [t for t in index_put(n, True).transient if t > 0] == blocks
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from memplan.planner.ledger import Component, Ledger, LedgerBuilder, Tier
 
 ACTIONS = st.lists(
-    st.tuples(st.integers(0, 2**33), st.sampled_from(Component), st.sampled_from(Tier), st.integers(0, 3), st.randoms()), max_size=40
+    st.tuples(st.integers(0, 2**33), st.sampled_from(Component), st.sampled_from(Tier), st.integers(0, 3), st.randoms()),
+    max_size=40,
 )
 
 

@@ -44,7 +44,12 @@ def real_state_bytes(name: str, impl: str, shapes, dtype: str, *, count_host_sca
         for param in params:
             param.grad = torch.randn(param.shape).to(param.dtype)
         optimizer.step()
-    values = [v for state in optimizer.state.values() for k, v in state.items() if torch.is_tensor(v) and (k != "step" or count_host_scalars)]
+    values = [
+        v
+        for state in optimizer.state.values()
+        for k, v in state.items()
+        if torch.is_tensor(v) and (k != "step" or count_host_scalars)
+    ]
     return sum(storage.nbytes() for storage in {v.untyped_storage()._cdata: v.untyped_storage() for v in values}.values())
 
 
@@ -94,9 +99,7 @@ def test_foreach_makes_whole_lists(name, dtype):
 
 
 @pytest.mark.parametrize("shapes", [PLAIN, PLAIN[::-1], [(50,), (60,), (10,), (40,)]])
-@pytest.mark.parametrize(
-    ("name", "previous", "own"), [("adamw", 1, 2), ("adam", 1, 2), ("rmsprop", 1, 1), ("adagrad", 1, 1)]
-)
+@pytest.mark.parametrize(("name", "previous", "own"), [("adamw", 1, 2), ("adam", 1, 2), ("rmsprop", 1, 1), ("adagrad", 1, 1)])
 def test_the_loop_holds_the_last_tensors_temporary_while_it_makes_its_own(name, previous, own, shapes):
     sizes = nbytes(shapes)
     expected = max(previous * p + own * n for p, n in zip([0, *sizes], sizes, strict=False))

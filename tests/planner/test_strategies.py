@@ -268,7 +268,9 @@ def test_zo2_runs_every_block_twice_and_uploads_it_once(tmp_path):
     ledger, work = simulate(trace, ToyZo2())
     assert [w.nbytes for w in work if w.kind == "h2d"] == [W] * 5
     made = [ledger.labels[i][0] for i in ledger.label[(ledger.component == Component.TEMP) & (ledger.delta_bytes > 0)]]
-    activations = [ledger.labels[i][0] for i in ledger.label[(ledger.component == Component.ACTIVATION) & (ledger.delta_bytes > 0)]]
+    activations = [
+        ledger.labels[i][0] for i in ledger.label[(ledger.component == Component.ACTIVATION) & (ledger.delta_bytes > 0)]
+    ]
     assert [fqn for fqn in made + activations if fqn.startswith("blocks")] == [f"blocks.{i}" for i in range(5) for _ in (0, 1)]
 
 

@@ -88,7 +88,7 @@ def test_a_polynomial_with_one_wrong_value_is_refused(index, error, coefficients
         lambda b, s: b * s**3,
         lambda b, s: b * b,
         lambda b, s: b * min(s, 1000),
-        lambda b, s: s.bit_length() * 2**s.bit_length(),
+        lambda b, s: s.bit_length() * 2 ** s.bit_length(),
         lambda b, s: 1 << b,
     ],
     ids=["seq cubed", "batch squared", "a window inside", "power of two", "exponential"],

@@ -139,7 +139,13 @@ def _run_blocks(blocks: Iterable[nn.Module], x: Tensor) -> Tensor:
 
 class Decoder(nn.Module):
     def __init__(
-        self, vocab_size: int, hidden_size: int, intermediate_size: int, num_hidden_layers: int, num_attention_heads: int, positions: int
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        intermediate_size: int,
+        num_hidden_layers: int,
+        num_attention_heads: int,
+        positions: int,
     ) -> None:
         super().__init__()
         rotary = Rotary(positions, hidden_size // num_attention_heads)

@@ -19,7 +19,9 @@ class Block(nn.Module):
         self.self_attention = nn.MultiheadAttention(features, heads, dropout=0.0, batch_first=True)
         self.dropout = nn.Dropout(0.0)
         self.ln_2 = nn.LayerNorm(features, eps=1e-6)
-        self.mlp = nn.Sequential(nn.Linear(features, hidden), nn.GELU(), nn.Dropout(0.0), nn.Linear(hidden, features), nn.Dropout(0.0))
+        self.mlp = nn.Sequential(
+            nn.Linear(features, hidden), nn.GELU(), nn.Dropout(0.0), nn.Linear(hidden, features), nn.Dropout(0.0)
+        )
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.ln_1(tokens)
@@ -30,7 +32,9 @@ class Block(nn.Module):
 
 
 class VisionTransformer(nn.Module):
-    def __init__(self, features: int, heads: int, hidden: int, layers: int, image_size: int, patch_size: int, labels: int) -> None:
+    def __init__(
+        self, features: int, heads: int, hidden: int, layers: int, image_size: int, patch_size: int, labels: int
+    ) -> None:
         super().__init__()
         self.conv_proj = nn.Conv2d(3, features, kernel_size=patch_size, stride=patch_size)
         self.class_token = nn.Parameter(torch.zeros(1, 1, features))
