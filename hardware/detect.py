@@ -69,7 +69,7 @@ def machine(path: str | os.PathLike[str] = ".") -> Machine:
 
 def gpus() -> tuple[Gpu, ...]:
     """The GPUs that this process can use, in torch's order; empty without a driver."""
-    library = _nvml()
+    library = nvml()
     if library is None and not any(os.path.exists(file) for file in _DRIVER_FILES):
         return ()
     return _gpus_of_torch() or (_gpus_of_nvml(library) if library is not None else ())
@@ -195,7 +195,7 @@ class _NvmlMemory(ctypes.Structure):
     )
 
 
-def _nvml() -> Any | None:
+def nvml() -> Any | None:
     """The driver's management library, or None where there is no NVIDIA driver."""
     for name in _NVML_NAMES:
         try:

@@ -120,8 +120,9 @@ class Inputs:
     def _generic(
         self, batch: dict[str, Tensor], batch_size: int, seq_len: int, target_len: int | None, image_size: int | None
     ) -> dict[str, Tensor]:
-        if "pixel_values" in self.accepted and getattr(self.config, "vision_config", None) is not None:
-            batch["pixel_values"] = self._pixels(batch_size, self.config.vision_config, image_size)
+        vision = getattr(self.config, "vision_config", None) or (self.config if hasattr(self.config, "image_size") else None)
+        if "pixel_values" in self.accepted and vision is not None:  # ViLT has no vision_config: its size is its own
+            batch["pixel_values"] = self._pixels(batch_size, vision, image_size)
         if "labels" in self.accepted:
             batch["labels"] = self._ids(batch_size, target_len or seq_len)
         elif "decoder_input_ids" in self.accepted and getattr(self.config, "is_encoder_decoder", False):

@@ -61,6 +61,8 @@ def _from_config(spec: ModelSpec, dtype: torch.dtype, attention: str) -> BuiltMo
     if spec.task == "ctc" and getattr(config, "apply_spec_augment", False):
         config.apply_spec_augment = False
         notes.append("SpecAugment is off: where it masks depends on random values, and it keeps next to nothing")
+    if config.architectures is None:
+        config.architectures = []  # an auto class with several candidates (DeiT, LeViT) goes through them
     cls = model_class(spec, config)
     module, used = _instantiate(cls, config, {"dtype": dtype, **_trust(spec, cls)}, attention, notes)
     _untie_head(module, spec)
@@ -239,8 +241,30 @@ def _without_values() -> Iterator[bool]:
 
     probe = torch.empty(0)
     valueless = isinstance(probe, FakeTensor) or probe.is_meta
-    with no_init_weights() if valueless else contextlib.nullcontext():
-        yield valueless
+    if not valueless:
+        yield False
+        return
+    with no_init_weights(), casts_in_place():
+        yield True
+
+
+@contextlib.contextmanager
+def casts_in_place() -> Iterator[None]:
+    """`module.to(dtype)` on fake tensors: torch would swap them, which it refuses where a weak reference to one exists."""
+    from torch import nn
+
+    original = nn.Module._apply
+
+    def apply(self: nn.Module, fn: Callable[[Any], Any], recurse: bool = True) -> nn.Module:
+        for tensor in (*self.parameters(recurse), *self.buffers(recurse)):
+            tensor.data = fn(tensor.data)
+        return self
+
+    nn.Module._apply = apply  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        nn.Module._apply = original  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager

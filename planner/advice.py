@@ -173,7 +173,7 @@ def _changes(request: Request) -> Iterator[_Change]:
     """Single changes, cheapest first: those that cost nothing, then time, then precision of the numbers, then the optimizer."""
     trains = request.mode == "train"
     if trains and not request.loop.set_to_none:
-        yield _Change("let zero_grad set gradients to None", "--zero-grad after-step", request.but(set_to_none=True))
+        yield _Change("let zero_grad set gradients to None", "without --keep-grads", request.but(set_to_none=True))
     if trains and request.loop.zero_grad != "after-step":
         yield _Change("clear gradients right after the step", "--zero-grad after-step", request.but(zero_grad="after-step"))
     if request.loop.keep_outputs:
@@ -211,12 +211,10 @@ def _changes(request: Request) -> Iterator[_Change]:
             "weights, gradients and state in fp16, without fp32 masters", "--precision fp16", request.but(precision="fp16")
         )
     if trains and request.optimizer in ("adamw", "adam"):
-        yield _Change(
-            "an optimizer with factored state",
-            "--optimizer adafactor",
-            request.but(optimizer="adafactor", optimizer_impl="default"),
-        )
-        yield _Change("an optimizer without state", "--optimizer sgd", request.but(optimizer="sgd", optimizer_impl="default"))
+        reset = "" if request.optimizer_impl == "default" else " --optimizer-impl default"
+        for words, name in (("an optimizer with factored state", "adafactor"), ("an optimizer without state", "sgd")):
+            changed = request.but(optimizer=name, optimizer_impl="default")
+            yield _Change(words, f"--optimizer {name}{reset}", changed)
 
 
 def _try(change: _Change, traces: TraceSource) -> Remedy | None:
@@ -271,7 +269,8 @@ def _combined(request: Request, traces: TraceSource, prediction: Prediction) -> 
             return []
         current = change.request
         family = change.option.split()[0]
-        kept = [(w, o) for w, o in zip(words, options, strict=True) if o.split()[0] != family]
+        replaced = {family, "--optimizer-impl"} if family == "--optimizer" else {family}
+        kept = [(w, o) for w, o in zip(words, options, strict=True) if o.split()[0] not in replaced]
         words, options = [w for w, _ in kept] + [change.words], [o for _, o in kept] + [change.option]
         if _floor_bytes(current, prediction) > request.device.usable_bytes:
             continue

@@ -14,7 +14,6 @@ from .options import add_hardware_options, add_model_options, add_run_options, n
 if TYPE_CHECKING:
     from .prediction import Prediction
 
-_add_model, _add_run, _request = add_model_options, add_run_options, request_from  # names that validator.cli still uses
 _TRACE_GPU = "a100-80gb"  # a trace needs a card only to know which fused attention kernels it has
 _FIT = """Answers before the run starts: does one training step of MODEL fit on the GPU, where does every byte go, and
     what would make it fit.  Nothing is downloaded but a model's config, no weights are made, no GPU is needed.

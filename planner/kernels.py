@@ -113,13 +113,8 @@ def _attention(signature: Signature, device: Device, torch_version: tuple[int, i
     """
     query, key, value = signature.inputs[:3]
     batch, heads, length, dim = query.shape
-    if not signature.outputs[1].numel:
-        statistics = 0
-    elif _kernel(signature) == "efficient":
-        statistics = _FP32 * batch * heads * _round_up(length, 32)
-    else:
-        statistics = _FP32 * batch * heads * length
     if _kernel(signature) == "efficient":
+        statistics = _FP32 * batch * heads * _round_up(length, 32) if signature.outputs[1].numel else 0  # compute_logsumexp
         accumulator = _FP32 * batch * length * heads * value.shape[-1] if query.itemsize == 2 and value.shape[-1] > 128 else 0
         return Hidden(transient=(accumulator,) if accumulator else (), output_bytes={1: statistics, 2: 0})
     transient: tuple[int, ...] = ()
@@ -129,7 +124,7 @@ def _attention(signature: Signature, device: Device, torch_version: tuple[int, i
             padded = _round_up(dim, 32) if dim <= 128 else _round_up(dim, 64)
             rows = _FP32 * splits * batch * heads * length
             transient = (rows, rows * padded)
-    return Hidden(transient=transient, output_bytes={1: statistics, 2: 1024})
+    return Hidden(transient=transient, output_bytes={1: _FP32 * batch * heads * length, 2: 1024})
 
 
 def _flash_block(head_dim: int) -> int:
@@ -307,7 +302,7 @@ def _index_put(signature: Signature, device: Device, torch_version: tuple[int, i
         return _NOTHING
     n = max(info.numel for info in signature.inputs[1:-1])
     ints = _INT64 * n
-    return Hidden(transient=(ints, ints, -1, ints, ints, ints, _sort_temporary(n)))
+    return Hidden(transient=(ints, ints, -1, ints, ints, ints, _sort_temporary(n), -6))  # cub's own goes first
 
 
 def _layer_norm_backward(signature: Signature, device: Device, torch_version: tuple[int, int]) -> Hidden:

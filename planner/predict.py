@@ -172,14 +172,22 @@ def _step_name(ledger: Ledger, row: int) -> str:
 
 
 def _phases(ledger: Ledger, free: ReplayResult) -> dict[str, Moment]:
-    """The peak of each phase, over all steps."""
+    """The peak of each phase, over all steps.  What is live when a phase begins counts, as it does for torch's peak counter."""
     allocated = np.array(free.allocated_series)
     phase = ledger.phase[ledger.rows()]
     found = {}
     for p in Phase:
         events = np.flatnonzero(phase == p)
-        if len(events):
-            found[p.name.lower()] = _moment(ledger, free, int(events[allocated[events].argmax()]))
+        if not len(events):
+            continue
+        name = p.name.lower()
+        highest = int(events[allocated[events].argmax()])
+        starts = np.array([e for e in events if e > 0 and phase[e - 1] != p], np.intp) - 1  # the event before each stretch
+        if len(starts) and allocated[starts].max() > allocated[highest]:
+            before = _moment(ledger, free, int(starts[allocated[starts].argmax()]))
+            found[name] = replace(before, phase=name, fqn="", what="its start")
+        else:
+            found[name] = _moment(ledger, free, highest)
     return found
 
 
@@ -197,7 +205,3 @@ def _assumptions(request: Request, trace: StepTrace) -> list[str]:
     if any(s.op.startswith("aten.convolution") for s in trace.signatures):
         said.append("cuDNN's convolution workspaces are not counted: their sizes are not published")
     return said
-
-
-def with_advice(prediction: Prediction, **found: object) -> Prediction:
-    return replace(prediction, **found)  # type: ignore[arg-type]

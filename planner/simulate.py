@@ -252,7 +252,10 @@ class Simulation:
     def _from_trace(self, lane: int, storage: int, role: int, nbytes: int = -1) -> Block:
         program = self._program
         nbytes = program.nbytes[storage] if nbytes < 0 else nbytes
-        block = Block(self._ledger.alloc(nbytes, _COMPONENT[Role(role)], program.birth_op[storage]), nbytes)
+        component = _COMPONENT[Role(role)]
+        if component is Component.TEMP and self.loop.keep_outputs and storage in program.outputs:
+            component = Component.ACTIVATION  # the loop holds it beyond the pass
+        block = Block(self._ledger.alloc(nbytes, component, program.birth_op[storage]), nbytes)
         self._blocks[lane, storage] = block
         return block
 

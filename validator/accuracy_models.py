@@ -18,6 +18,10 @@ _NO_PROFILE = Profile(stated="")
 # Families that took the cross entropy of 16-bit logits as they were until they shared a loss in 4.50 (their modeling files at
 # 4.48: `shift_logits = lm_logits[..., :-1, :].contiguous()` without `.float()`).
 _NARROW_LOSS = frozenset({"gpt_bigcode", "gpt2", "opt", "bloom", "gpt_neox", "gptj", "codegen", "xglm"})
+# Families whose blocks returned a key-value cache while they were checkpointed, where most switch it off (4.48,
+# modeling_gpt_bigcode.py: no such guard): the module whose output the cache views.
+_CACHE_DESPITE_CHECKPOINTS = {"gpt_bigcode": "c_attn"}
+_SOFTMAX_KEEPS_OUTPUT_ONLY = (1, 11)  # before, softmax kept its input too (pytorch/pytorch pull request 65242)
 _SHARED_LOSS = (4, 46)  # ForCausalLMLoss appears in transformers/loss/loss_utils.py
 _UNSHIFTED_LOGITS = (4, 50)  # from here on the labels are shifted, not the logits
 
@@ -51,9 +55,9 @@ def spec_of(row: Row) -> ModelSpec:
     return _transformers(row)
 
 
-def _factory(row: Row, module: str, kwargs: Mapping[str, Any]) -> ModelSpec:
+def _factory(row: Row, module: str, kwargs: Mapping[str, Any], longest: int | None = None) -> ModelSpec:
     ref = FactoryRef(path=_PUBLISHED / f"{module}.py", function="build", kwargs=dict(kwargs))
-    return ModelSpec(name=row.model.ref, source="factory", task="custom", factory=ref)
+    return ModelSpec(name=row.model.ref, source="factory", task="custom", factory=ref, max_seq_len=longest)
 
 
 def _without(config: Mapping[str, Any], *keys: str) -> dict[str, Any]:
@@ -107,12 +111,14 @@ def _transformers(row: Row) -> ModelSpec:
         config["num_hidden_layers"] = row.model.truncated_layers
     if row.workload.task == "preference":
         raise CannotTell("preference losses run two models or two halves of a batch, which is not modelled")
-    loss = _loss_variant(row)
-    if loss is not None:
-        return _factory(row, "language_models", {"config": config, "loss": loss, "attention": attention_of(row)})
-    return ModelSpec(
-        name=row.model.ref, source="folder", task=row.workload.task, config=config, max_seq_len=max_seq_len(config)
-    )
+    longest = max_seq_len(config)
+    variant = _loss_variant(row)
+    if variant:
+        return _factory(row, "language_models", {"config": config, "attention": attention_of(row), **variant}, longest)
+    torch = version_of(row, "torch")
+    if torch is not None and torch < _SOFTMAX_KEEPS_OUTPUT_ONLY and attention_of(row) == "eager":
+        return _factory(row, "older_torch", {"config": config, "task": row.workload.task}, longest)
+    return ModelSpec(name=row.model.ref, source="folder", task=row.workload.task, config=config, max_seq_len=longest)
 
 
 def attention_of(row: Row) -> str:
@@ -123,22 +129,28 @@ def attention_of(row: Row) -> str:
     return chosen[row.strategy.attention]
 
 
-def _loss_variant(row: Row) -> str | None:
-    """A loss of `published.language_models`, or None for the model's own."""
+def _loss_variant(row: Row) -> dict[str, str]:
+    """How `published.language_models` makes the run's loss; empty: as the installed transformers does."""
     loss, task = row.strategy.loss, row.workload.task
     if row.workload.loss_fn not in ("cross-entropy", "task"):
         raise CannotTell(f"loss {row.workload.loss_fn} is not modelled for this family")
-    if loss in ("standard", "unknown", "n/a"):
-        version = version_of(row, "transformers")
-        if task != "causal-lm" or version is None or version >= _UNSHIFTED_LOGITS:
-            return None
-        if row.model.family in _NARROW_LOSS:
-            return "shifted-narrow"
-        return "shifted-by-function" if version >= _SHARED_LOSS else "shifted"
+    if loss in ("chunked", "other-fused"):
+        raise CannotTell(f"loss {loss} is not modelled")
+    own = loss in ("standard", "unknown", "n/a")
     if task != "causal-lm":
+        if own:
+            return {}
         raise CannotTell(f"loss {loss} is modelled for causal language models only")
-    if loss == "fused-ce-materialized":
-        return "in-place"
+    version = version_of(row, "transformers")
+    old = version is not None and version < _UNSHIFTED_LOGITS
+    if own and not old:
+        return {}
+    variant = {"logits": "whole", "kernel": "plain" if own else "in-place"}
     if loss == "liger-fused":
-        return "fused-linear"
-    raise CannotTell(f"loss {loss} is not modelled")
+        variant = {"logits": "never"}
+    elif version is not None and old:
+        narrow = row.model.family in _NARROW_LOSS
+        variant["logits"] = "shifted-narrow" if narrow else "shifted-by-function" if version >= _SHARED_LOSS else "shifted"
+    if old and row.strategy.recompute == "full" and row.model.family in _CACHE_DESPITE_CHECKPOINTS:
+        variant["held"] = _CACHE_DESPITE_CHECKPOINTS[row.model.family]
+    return variant

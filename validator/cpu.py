@@ -5,7 +5,8 @@ inside the measured region too, so that everything it keeps is counted, whatever
 
 Two things are told apart from the step's own memory, because a GPU run does not have them on the device:
 
-* what lies on the **host** whatever the device: the loader's batch, and the saved states of the CPU's random generator;
+* what lies on the **host** whatever the device: the loader's batch, the saved states of the CPU's random generator, and the
+  numbers of Python code (`x * 0.5` makes a tensor of 8 bytes of the 0.5, which autograd may keep);
 * **kernel scratch**: blocks that a CPU kernel makes and drops inside one op (oneDNN reorders the operands of a 16-bit matmul
   and of a convolution, for instance).  They are measured, named, and kept out of the live bytes; a GPU's kernels have their
   own, which `planner.kernels` knows.
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 Outputs = Mapping[str, Sequence[Sequence[int]]]
 _PREFIX = "memplan mark: "
 _HOST_SPAN = "memplan host"
+_NUMBER_BYTES = 8  # an int or a float
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +155,7 @@ def parse(kineto_events: Sequence[Any]) -> Profile:
 def usage(profile: Profile, components: dict[str, dict[str, int]], outputs: Outputs) -> Usage:
     """Peaks per phase of the first step and of the later ones.  `outputs`: see `leaf_outputs`."""
     scratch = _scratch(profile, outputs)
-    host = _inside(profile, [s for s in profile.spans if s.name == _HOST_SPAN])
+    host = _inside(profile, [s for s in profile.spans if s.name == _HOST_SPAN]) | _numbers(profile)
     found: dict[tuple[str, str], PhaseBytes] = {}
     with_scratch: dict[str, int] = {}
     live = raw = position = raw_peak = 0
@@ -222,6 +224,35 @@ def _scratch(profile: Profile, outputs: Outputs) -> dict[int, str]:
             if nbytes not in results:
                 scratch[birth] = scratch[death] = span.name
     return scratch
+
+
+def _numbers(profile: Profile) -> set[int]:
+    """Indices of the events of Python numbers that torch made into tensors.
+
+    torch wraps a number before it enters an op (torch/csrc/autograd/python_arg_parser.cpp, `scalar_to_tensor`), so that its
+    block is born outside of every op, where no other can be; casts of it are born and die inside one op.  A free pairs by size,
+    as in `_scratch`.
+    """
+    found: set[int] = set()
+    spans = _outermost([s for s in profile.spans if s.name != _HOST_SPAN])
+    within: set[int] = set()
+    for _, inside in _groups(profile, spans):
+        own: dict[int, list[int]] = {}
+        for index in inside:
+            delta = profile.events[index].delta_bytes
+            if 0 < delta <= _NUMBER_BYTES:  # one number: a tensor of two would be the step's own
+                own.setdefault(delta, []).append(index)
+                within.add(index)
+            elif own.get(-delta):
+                found |= {own[-delta].pop(), index}
+                within.add(index)
+    wrapped: list[int] = []
+    for index, event in enumerate(profile.events):
+        if index not in within and event.delta_bytes == _NUMBER_BYTES:
+            wrapped.append(index)
+        elif index not in within and event.delta_bytes == -_NUMBER_BYTES and wrapped:
+            found |= {wrapped.pop(), index}
+    return found | set(wrapped)
 
 
 def _outermost(spans: Sequence[Span]) -> list[Span]:

@@ -124,7 +124,7 @@ def process_used_bytes(properties: Any, library: Callable[[], Any] | None = None
     """
     import ctypes
 
-    from ..hardware.detect import _nvml
+    from ..hardware.detect import nvml
 
     class ProcessInfo(ctypes.Structure):
         _fields_ = (
@@ -134,19 +134,19 @@ def process_used_bytes(properties: Any, library: Callable[[], Any] | None = None
             ("compute_instance", ctypes.c_uint),
         )
 
-    nvml = (library or _nvml)()
+    driver = (library or nvml)()
     uuid = getattr(properties, "uuid", None)
-    if nvml is None or uuid is None or nvml.nvmlInit_v2() != 0:
+    if driver is None or uuid is None or driver.nvmlInit_v2() != 0:
         return None
     try:
         handle, count = ctypes.c_void_p(), ctypes.c_uint(256)
         table = (ProcessInfo * count.value)()
         if (
-            nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}".encode(), ctypes.byref(handle)) != 0
-            or nvml.nvmlDeviceGetComputeRunningProcesses_v3(handle, ctypes.byref(count), table) != 0
+            driver.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}".encode(), ctypes.byref(handle)) != 0
+            or driver.nvmlDeviceGetComputeRunningProcesses_v3(handle, ctypes.byref(count), table) != 0
         ):
             return None
         unknown = 2**64 - 1  # NVML_VALUE_NOT_AVAILABLE
         return next((int(p.used) for p in table[: count.value] if p.pid == os.getpid() and p.used != unknown), None)
     finally:
-        nvml.nvmlShutdown()
+        driver.nvmlShutdown()

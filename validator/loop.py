@@ -34,6 +34,7 @@ def run(request: Request, mark: Mark, *, device: str = "cpu", running: Running |
     """
     import torch
 
+    from ..planner.optimizers.traced import make_optimizer
     from ..planner.trace.options import AUTOCAST_DTYPE
     from ..planner.trace.prepare import ready
     from ..planner.trace.source import trace_options
@@ -47,7 +48,11 @@ def run(request: Request, mark: Mark, *, device: str = "cpu", running: Running |
     running.module = module = module.to(device)
     gc.collect()
     mark("init", 0)
-    optimizer: Any = _make_optimizer(request, module) if trains else None
+    optimizer: Any = None
+    if trains:
+        optimizer = make_optimizer(
+            request.optimizer, request.optimizer_impl, [p for p in module.parameters() if p.requires_grad]
+        )
     running.optimizer = optimizer
     scaler = torch.amp.GradScaler(device, init_scale=_GRAD_SCALE) if request.precision == "fp16-autocast" and trains else None
     mark(HOST, 0)  # the loader's memory is the host's, whatever the device
@@ -102,18 +107,6 @@ def _step(module: Any, optimizer: Any, scaler: Any, *, clip: bool) -> None:
         return
     scaler.step(optimizer)
     scaler.update()
-
-
-def _make_optimizer(request: Request, module: Any) -> Any:
-    """The optimizer that `planner.optimizers.traced` names, over the parameters that train."""
-    import torch
-
-    from ..planner.optimizers import traced
-
-    class_name, arguments, _ = traced._OPTIMIZERS[request.optimizer]
-    impl = request.optimizer_impl
-    how = {} if impl == "default" else traced._implementation(class_name, impl)
-    return getattr(torch.optim, class_name)([p for p in module.parameters() if p.requires_grad], **arguments, **how)
 
 
 def _to_device(batch: Mapping[str, Any], device: str) -> dict[str, Any]:

@@ -39,7 +39,6 @@ _OPTIMIZERS: dict[str, tuple[str, dict[str, Any], str]] = {
     "adafactor": ("Adafactor", {}, "for-loop"),
 }
 _FUSED = {"adamw", "adam", "adamw-amsgrad", "sgd", "sgd-momentum", "adagrad"}
-_HOST_SCALAR_BYTES = 8  # a 0-d tensor on the host: `step` counters live there unless fused or capturable
 
 
 def names() -> tuple[str, ...]:
@@ -112,7 +111,6 @@ def _trace(name: str, impl: str, target: str, tensors: tuple[OptimizerTensor, ..
     # meta tensors are the fastest that have no data; torch lets the fused kernels run on named devices only: fake CPU tensors
     device = "cpu" if impl == "fused" or target == "cpu" else "meta"
     fake = FakeTensorMode() if device == "cpu" else contextlib.nullcontext()
-    class_name, arguments, _ = _OPTIMIZERS[name]
     if not tensors:
         return StepEvents((), ())
     with fake:
@@ -120,9 +118,7 @@ def _trace(name: str, impl: str, target: str, tensors: tuple[OptimizerTensor, ..
         groups: dict[int, list[Any]] = {}
         for tensor, param in zip(tensors, params, strict=True):
             groups.setdefault(tensor.group, []).append(param)
-        optimizer = getattr(torch.optim, class_name)(
-            [{"params": g} for g in groups.values()], **arguments, **_implementation(class_name, impl)
-        )
+        optimizer = make_optimizer(name, impl, [{"params": g} for g in groups.values()])
         for param in params:
             param.grad = torch.empty_like(param)
         index = {id(p): i for i, p in enumerate(params)}
@@ -138,10 +134,13 @@ def _trace(name: str, impl: str, target: str, tensors: tuple[OptimizerTensor, ..
     return StepEvents(first, later, init)
 
 
-def _implementation(class_name: str, impl: str) -> dict[str, Any]:
-    if impl == "fused":
-        return {"fused": True}
-    return {"foreach": impl == "foreach"}
+def make_optimizer(name: str, impl: str, params: Sequence[Any]) -> Any:
+    """The torch.optim object called `name` over parameters or groups; impl "default" leaves the choice to torch."""
+    import torch
+
+    class_name, arguments, _ = _OPTIMIZERS[name]
+    how = {"default": {}, "fused": {"fused": True}}.get(impl, {"foreach": impl == "foreach"})
+    return getattr(torch.optim, class_name)(params, **arguments, **how)
 
 
 def _record_step(optimizer: Any, params: list[Any], target: str, impl: str, *, value: float) -> tuple[StepEvent, ...]:
@@ -199,9 +198,8 @@ def _record_step(optimizer: Any, params: list[Any], target: str, impl: str, *, v
 
 
 def _on_host(tensor: Any, target: str, impl: str) -> bool:
-    return (
-        target == "cuda" and impl != "fused" and tensor.dim() == 0 and tensor.untyped_storage().nbytes() <= _HOST_SCALAR_BYTES
-    )
+    """Step counters stay on the host unless the optimizer is fused: torch made them there although the parameter is not."""
+    return target == "cuda" and impl != "fused" and tensor.device.type == "cpu"
 
 
 def _owner(args: Any, owner: dict[int, int]) -> int:

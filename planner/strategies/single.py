@@ -48,9 +48,9 @@ class SingleDevice(Strategy):
 
     def zero_grad(self, sim: Simulation, set_to_none: bool) -> None:
         if set_to_none:
-            for block in self._grads.values():
-                sim.free(block)
-            self._grads.clear()
+            for param in sim.trace.params:  # in the order of the parameters, as torch.optim walks them
+                if param.fqn in self._grads:
+                    sim.free(self._grads.pop(param.fqn))
 
     def _trainable(self, sim: Simulation) -> list[TensorSlot]:
         """Parameters that receive a gradient: torch.optim and clipping skip those whose `.grad` stays None."""

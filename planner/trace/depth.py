@@ -189,6 +189,9 @@ class _Cut:
                 if segment.place != wanted:
                     if any(s.place == wanted for s in self.segments):
                         raise NotPeriodic(f"block {place[1]} of {self.stacks[place[0]].path} runs more than once")
+                    before = [s.place[2] for s in self.segments if s.place[:2] == wanted[:2]]
+                    if before and (before[-1] > place[1]) != backward:
+                        raise NotPeriodic(f"the blocks of {self.stacks[place[0]].path} do not run in their order")
                     segment = self._open(wanted)
             if kind == EventKind.OP:
                 self._own_constants(segment, inputs[starts[arg] : starts[arg + 1]])
@@ -453,7 +456,7 @@ class _Writer:
             elif kind in (EventKind.ENTER, EventKind.LEAVE):
                 key = self._key(arg, block)
                 if kind == EventKind.ENTER and key not in self.call_ids:
-                    self._new_call(key, segment.calls[new_calls], place)
+                    self._new_call(key, segment.calls[new_calls], place, segment.place[2])
                     new_calls += 1
                 self._event(kind, self._id(self.call_ids, arg, block), aux)
             elif kind == EventKind.GRAD:
@@ -570,13 +573,13 @@ class _Writer:
         self.storage_source.append(original)
         return self.storage_ids[key]
 
-    def _new_call(self, key: Any, original: int, place: _Place) -> None:
+    def _new_call(self, key: Any, original: int, place: _Place, source_block: int) -> None:
         self.call_ids[key] = len(self.call_module)
         self.call_source.append(original)
         module = int(self.trace.call_module[original])
         home = self.cut._module_place[module]
         fqn = self.trace.modules[module].fqn
-        if home is not None and place[0] != "G":
+        if home is not None and place[0] != "G" and home[1] == source_block:  # else a module that several blocks share
             stack = self.stacks[home[0]]
             fqn = f"{stack.path}.{place[2]}" + fqn[len(f"{stack.path}.{home[1]}") :]
         self.call_module.append(self._module_index[fqn])

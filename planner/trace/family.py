@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from .depth import Expansion
-from .steptrace import Signature, StepTrace, TensorInfo
+from .steptrace import UNREADABLE, Signature, StepTrace, TensorInfo
 from .symbolic import Expression, Fitter, Point, evaluate_tree, fit_tree
 
 ALIGNMENT = 16  # elements; `cuda._align_mask` pads masks whose rows are no multiple of it
@@ -124,7 +124,7 @@ class TraceFamily:
                 header = json.loads(archive.read("sizes.json"))
                 sizes, signatures = _from_data(header["storage_sizes"]), _from_data(header["signature_sizes"])
                 return cls(Domain(*header["domain"]), deep, index, tuple(sizes), tuple(signatures))
-        except (zipfile.BadZipFile, KeyError, EOFError, OSError, TypeError, json.JSONDecodeError) as error:
+        except UNREADABLE as error:
             raise ValueError(f"not a trace family: {error}") from error
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -48,6 +49,7 @@ _IN_PLACE_IN_BACKWARD = {
 # The real kernels give grad_input the input's shape, contiguous (layer_norm_kernel.cu, layer_norm.cpp: empty_like with
 # LEGACY_CONTIGUOUS); the fake one keeps the gradient's strides.
 _CONTIGUOUS_FIRST_OUTPUT = {aten.native_layer_norm_backward.default, aten._fused_rms_norm_backward.default}
+_ENGINE = torch.autograd.graph._engine_run_backward.__code__
 _ACCUMULATE_GRAD = 2**64 - 1  # the sequence number of AccumulateGrad nodes: they run as soon as they can
 _VIEW_FREE = 0
 _NEVER_CACHED = {aten.lift_fresh.default, aten.lift_fresh_copy.default, aten._to_copy.default, aten.scalar_tensor.default}
@@ -114,6 +116,7 @@ class Recorder(TorchDispatchMode):
         self._handles: list[Any] = []
         self._exclusive = _exclusive_reference_counts()
         self._recording = False
+        self._failed_in = ""
         self._register_model()
 
     # -- the life of a recording ---------------------------------------------------------------------------------------
@@ -205,8 +208,8 @@ class Recorder(TorchDispatchMode):
             self._arg[start:] = sorted(self._arg[start:])
 
     def where(self) -> str:
-        """The module that runs now, for messages."""
-        return self._calls.running_fqn()
+        """The module that runs now, or in which the last op failed; for messages."""
+        return self._failed_in or self._calls.running_fqn()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -222,7 +225,8 @@ class Recorder(TorchDispatchMode):
         if known is not Shadows.UNKNOWN:
             return known
         node_sequence = self._calls.running_node() if self._phase is Phase.BACKWARD else -1
-        if node_sequence >= 0:
+        # the engine itself, or a formula of its own: not a user's autograd.Function, whose Python frame would be the caller
+        if node_sequence >= 0 and sys._getframe(1).f_code is _ENGINE:
             in_place = _IN_PLACE_IN_BACKWARD.get(func)
             if func is _ADD and self._engine_adds_in_place(args):
                 in_place = aten.add_.Tensor
@@ -232,7 +236,11 @@ class Recorder(TorchDispatchMode):
                 self._record(in_place, args, kwargs, self._read_arguments(in_place, args, kwargs), args[0], node_sequence)
                 return args[0]
         read = self._read_arguments(func, args, kwargs)
-        out = self._run(func, args, kwargs, read)
+        try:
+            out = self._run(func, args, kwargs, read)
+        except Exception:
+            self._failed_in = self._calls.running_fqn()  # the hooks that see the exception pass leave the modules
+            raise
         self._record(func, args, kwargs, read, out, node_sequence)
         self._shadows.follow(func, args, kwargs, out)
         return out
@@ -261,7 +269,7 @@ class Recorder(TorchDispatchMode):
                 return FakeTensor(self._mode, out, read.inputs[0].fake_device)  # type: ignore[attr-defined]
             return [FakeTensor(self._mode, t, read.inputs[0].fake_device) for t in out]  # type: ignore[attr-defined]
         out = _fake_grouped_mm(args, kwargs) if func is _GROUPED_MM else self._mode.dispatch(func, (), args, kwargs)
-        if func in _CONTIGUOUS_FIRST_OUTPUT and not out[0].is_contiguous():
+        if func in _CONTIGUOUS_FIRST_OUTPUT and out[0] is not None and not out[0].is_contiguous():
             out = (torch.empty_like(out[0], memory_format=torch.contiguous_format), *out[1:])
         if read.key is not None and func not in _NEVER_CACHED and not func._schema.is_mutable:
             self._remember(read, out)

@@ -14,7 +14,9 @@ from __future__ import annotations
 import enum
 import io
 import json
+import struct
 import zipfile
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -246,7 +248,7 @@ class StepTrace:
                 if header["format"] != FORMAT:
                     raise ValueError(f"trace format {header['format']}, expected {FORMAT}")
                 columns = {c: np.load(io.BytesIO(archive.read(c + ".npy")), allow_pickle=False) for c in _COLUMNS}
-        except (zipfile.BadZipFile, KeyError, EOFError, OSError) as error:
+        except UNREADABLE as error:
             raise ValueError(f"not a trace: {error}") from error
         return cls(
             name=header["name"],
@@ -267,6 +269,11 @@ class StepTrace:
         )
 
 
+# What a broken zip, .npy or JSON can raise while it is read.
+UNREADABLE = (
+    zipfile.BadZipFile, zlib.error, struct.error, KeyError, IndexError, TypeError, EOFError, OSError, RuntimeError,
+    NotImplementedError,
+)  # fmt: skip
 _COLUMNS = (
     "event_kind", "event_arg", "event_aux", "op_signature", "op_call", "op_pass", "op_input_start", "op_inputs",
     "storage_bytes", "storage_role", "storage_op", "storage_output", "call_module", "call_parent",

@@ -68,7 +68,7 @@ class FakeNvml:
 
 @pytest.fixture
 def no_gpu(monkeypatch):
-    monkeypatch.setattr(detect, "_nvml", lambda: None)
+    monkeypatch.setattr(detect, "nvml", lambda: None)
     monkeypatch.setattr(detect, "_DRIVER_FILES", ())
 
 
@@ -137,7 +137,7 @@ def test_a_narrow_slot_halves_the_copy_rate():
 
 def test_the_driver_is_asked_when_torch_has_no_cuda(monkeypatch):
     library = FakeNvml()
-    monkeypatch.setattr(detect, "_nvml", lambda: library)
+    monkeypatch.setattr(detect, "nvml", lambda: library)
     monkeypatch.setattr(detect, "_gpus_of_torch", lambda: ())
 
     (gpu,) = detect.gpus()
@@ -147,7 +147,7 @@ def test_the_driver_is_asked_when_torch_has_no_cuda(monkeypatch):
 
 
 def test_a_driver_that_does_not_answer_means_no_gpu(monkeypatch):
-    monkeypatch.setattr(detect, "_nvml", lambda: FakeNvml(init=9))  # NVML_ERROR_DRIVER_NOT_LOADED
+    monkeypatch.setattr(detect, "nvml", lambda: FakeNvml(init=9))  # NVML_ERROR_DRIVER_NOT_LOADED
     monkeypatch.setattr(detect, "_gpus_of_torch", lambda: ())
 
     assert detect.gpus() == ()

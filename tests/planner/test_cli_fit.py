@@ -128,7 +128,7 @@ def test_a_tight_fit_is_a_failure_only_with_strict(capsys, peaks):
         "--gpus 2",
         "--nodes 2",
         "--offload cpu",
-        "--recompute selective-op:mm",
+        "--offload optimizer",
         "--precision bf16-mixed",
     ],
 )

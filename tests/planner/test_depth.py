@@ -272,7 +272,7 @@ def test_a_users_own_list_of_blocks_is_cut(tmp_path, kind):
     assert same_structure(deepen(shallow, found).trace, trace_step(spec, options))
 
 
-@pytest.mark.parametrize("kind", ["twice", "backwards", "some"])
+@pytest.mark.parametrize("kind", ["twice", "backwards"])
 def test_blocks_that_do_not_run_one_after_the_other_are_refused(tmp_path, kind):
     file = tmp_path / "own.py"
     file.write_text(textwrap.dedent(OWN))

@@ -43,9 +43,9 @@ MODELS = {
 def points_of(name: str, longest: int) -> list[tuple[int, int]]:
     """Random points of a model, the same every time: a single sample and several; aligned and unaligned lengths."""
     chosen = random.Random(name)
-    aligned = [(chosen.choice([2, 3, 7]), 16 * chosen.randint(2, longest // 16)) for _ in range(2)]
+    aligned = [(chosen.choice([2, 3, 7]), 16 * chosen.randint(2, longest // 16)) for _ in range(1)]
     unaligned = [
-        (chosen.choice([2, 3, 7]), 16 * chosen.randint(2, longest // 16 - 1) + chosen.randint(1, 15)) for _ in range(4)
+        (chosen.choice([2, 3, 7]), 16 * chosen.randint(2, longest // 16 - 1) + chosen.randint(1, 15)) for _ in range(3)
     ]
     return [*aligned, *unaligned, (1, chosen.randint(32, longest)), (chosen.randint(1, 3), chosen.randint(1, 31))]
 
@@ -63,7 +63,7 @@ def test_a_family_equals_the_exact_trace_at_random_points(name):
         assert_same(source, base.but(micro_batch_size=batch, seq_len=seq))
 
 
-@pytest.mark.parametrize("seq", [63, 255, 256, 257, 272, 500])
+@pytest.mark.parametrize("seq", [63, 256, 257, 500])
 def test_a_family_is_exact_on_both_sides_of_a_sliding_window(seq):
     overrides = {**TWO_LAYERS, "sliding_window": "256"}
     assert_same(TraceSource(), request("google/gemma-2-2b", (2, seq), overrides=overrides))

@@ -1,4 +1,4 @@
-"""The traced rules of torch.optim against the real optimizers on the CPU, and against closed forms written from their source."""
+"""The traced rules of torch.optim against the real optimizers on the CPU, and against closed forms from their source."""
 
 from __future__ import annotations
 
@@ -124,7 +124,24 @@ def test_plain_sgd_makes_nothing_and_keeps_nothing():
     assert (events.state_bytes, StepEvents.transient_bytes(events.later)) == (0, 0)
 
 
-@pytest.mark.parametrize(("name", "per_parameter"), [("adamw", 2), ("adamw-amsgrad", 3), ("sgd-momentum", 1), ("rmsprop", 1), ("adagrad", 1), ("adadelta", 2), ("adamax", 2), ("rprop", 2), ("asgd", 1)])  # fmt: skip
+def test_asgd_keeps_two_scalars_beside_each_average_on_the_gpu():
+    events = traced_rule("asgd", "foreach").step(tensors(PLAIN))
+    assert events.state_bytes == sum(nbytes(PLAIN)) + len(PLAIN) * 2 * 4  # eta and mu, made on the parameter's device
+
+
+@pytest.mark.parametrize(
+    ("name", "per_parameter"),
+    [
+        ("adamw", 2),
+        ("adamw-amsgrad", 3),
+        ("sgd-momentum", 1),
+        ("rmsprop", 1),
+        ("adagrad", 1),
+        ("adadelta", 2),
+        ("adamax", 2),
+        ("rprop", 2),
+    ],
+)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_states_are_as_large_as_their_parameters(name, per_parameter, dtype):
     assert traced_rule(name).step(tensors(PLAIN, dtype)).state_bytes == per_parameter * sum(nbytes(PLAIN, dtype))

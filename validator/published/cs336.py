@@ -83,22 +83,21 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tenso
 
 
 class Attention(nn.Module):
-    def __init__(self, features: int, heads: int, rotary: Rotary) -> None:
+    def __init__(self, features: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
         self.q_proj = Linear(features, features)
         self.k_proj = Linear(features, features)
         self.v_proj = Linear(features, features)
         self.output_proj = Linear(features, features)
-        self.rotary = rotary
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, rotary: Rotary) -> Tensor:
         length = x.shape[-2]
         query, key, value = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         query, key, value = (t.unflatten(-1, (self.heads, -1)).transpose(-3, -2) for t in (query, key, value))
         positions = torch.arange(length, device=x.device)
-        query = self.rotary(query, positions)
-        key = self.rotary(key, positions)
+        query = rotary(query, positions)
+        key = rotary(key, positions)
         places = torch.arange(length, device=x.device)
         mask = places[:, None] >= places[None, :]
         out = _attention(query, key, value, mask)
@@ -119,21 +118,21 @@ class SwiGLU(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, features: int, heads: int, hidden: int, rotary: Rotary) -> None:
+    def __init__(self, features: int, heads: int, hidden: int) -> None:
         super().__init__()
-        self.attn = Attention(features, heads, rotary)
+        self.attn = Attention(features, heads)
         self.ffn = SwiGLU(features, hidden)
         self.ln1 = RMSNorm(features)
         self.ln2 = RMSNorm(features)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attn(self.ln1(x))
+    def forward(self, x: Tensor, rotary: Rotary) -> Tensor:
+        x = x + self.attn(self.ln1(x), rotary)
         return x + self.ffn(self.ln2(x))
 
 
-def _run_blocks(blocks: Iterable[nn.Module], x: Tensor) -> Tensor:
+def _run_blocks(blocks: Iterable[nn.Module], x: Tensor, rotary: Rotary) -> Tensor:
     for block in blocks:
-        x = block(x)
+        x = block(x, rotary)
     return x
 
 
@@ -148,10 +147,10 @@ class Decoder(nn.Module):
         positions: int,
     ) -> None:
         super().__init__()
-        rotary = Rotary(positions, hidden_size // num_attention_heads)
+        self.rotary = Rotary(positions, hidden_size // num_attention_heads)
         self.token_embeddings = Embedding(vocab_size, hidden_size)
         self.layers = nn.ModuleList(
-            Block(hidden_size, num_attention_heads, intermediate_size, rotary) for _ in range(num_hidden_layers)
+            Block(hidden_size, num_attention_heads, intermediate_size) for _ in range(num_hidden_layers)
         )
         self.ln_final = RMSNorm(hidden_size)
         self.lm_head = Linear(hidden_size, vocab_size)
@@ -162,10 +161,9 @@ class Decoder(nn.Module):
         if self.blocks_per_checkpoint:
             for start in range(0, len(self.layers), self.blocks_per_checkpoint):
                 segment = self.layers[start : start + self.blocks_per_checkpoint]
-                x = checkpoint(_run_blocks, segment, x, use_reentrant=False)
+                x = checkpoint(_run_blocks, segment, x, self.rotary, use_reentrant=False)
         else:
-            for layer in self.layers:
-                x = layer(x)
+            x = _run_blocks(self.layers, x, self.rotary)
         return self.lm_head(self.ln_final(x))
 
 

@@ -137,6 +137,13 @@ class Decoder(nn.Module):
         return self.lm_head(x)
 
 
+def _last_token(logits: Tensor) -> Tensor:
+    """`logits[:, -1, :]` as torch 2.6 records it: each colon is a slice whose backward fills a tensor of its input's size."""
+    every = torch.ops.aten.slice.Tensor(logits, 0, 0, logits.shape[0])
+    last = every.select(1, -1)
+    return torch.ops.aten.slice.Tensor(last, 1, 0, logits.shape[2])
+
+
 def _last_token_loss(logits: Tensor, target: Tensor) -> Tensor:
     """Cross entropy of [B, V] by hand, with a one-hot target."""
     largest, _ = torch.max(logits, dim=-1, keepdim=True)
@@ -162,6 +169,6 @@ def build(
 
     def step(model: nn.Module, inputs: Any) -> Tensor:
         logits = model(inputs["ids"])
-        return _last_token_loss(logits[:, -1, :], inputs["target"])
+        return _last_token_loss(_last_token(logits), inputs["target"])
 
     return module, batch, step

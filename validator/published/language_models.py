@@ -6,7 +6,7 @@ Shapes: B batch, S tokens, V vocabulary, N = B * S.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from memplan.models import ModelSpec
 from memplan.models import build as build_model
+
+Loss = Callable[[Tensor, Tensor], Tensor]  # of logits [rows, V] and targets [rows]
 
 
 class _InPlace(torch.autograd.Function):
@@ -65,35 +67,59 @@ class _FusedLinear(torch.autograd.Function):
         return grad_hidden, grad_weight, None
 
 
-def _shifted(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
-    """transformers up to 4.45: the model widens its logits, then copies them without the last token."""
-    logits = model(**_without_labels(batch)).logits
-    logits = logits.float()
-    return _shifted_loss(logits, batch["labels"])
+def _cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits, target)
 
 
-def _shifted_by_function(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
-    """transformers 4.46 to 4.49, `ForCausalLMLoss`: as before, while the caller still holds the logits as they were."""
-    output = model(**_without_labels(batch))
-    return _widened_shifted_loss(output.logits, batch["labels"])
-
-
-def _shifted_narrow(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
-    """The same families before they shared a loss (GPTBigCode and others up to 4.49): shifted, and never widened."""
-    output = model(**_without_labels(batch))
-    return _shifted_loss(output.logits, batch["labels"])
-
-
-def _in_place(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
-    """A fused cross entropy over the shifted copy of the logits."""
-    output = model(**_without_labels(batch))
-    logits = output.logits[..., :-1, :].contiguous()
-    target = batch["labels"][..., 1:].contiguous().view(-1)
-    losses = _InPlace.apply(logits.view(-1, logits.size(-1)), target)
+def _cross_entropy_in_place(logits: Tensor, target: Tensor) -> Tensor:
+    losses = _InPlace.apply(logits, target)
     return losses.sum() / torch.count_nonzero(target != -100)
 
 
-def _fused_linear(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+def _shifted(model: nn.Module, batch: Mapping[str, Any], loss: Loss) -> Tensor:
+    """transformers up to 4.45: the model widens its logits, then copies them without the last token."""
+    logits = model(**_without_labels(batch)).logits
+    logits = logits.float()
+    return _shifted_loss(logits, batch["labels"], loss)
+
+
+def _shifted_by_function(model: nn.Module, batch: Mapping[str, Any], loss: Loss) -> Tensor:
+    """transformers 4.46 to 4.49, `ForCausalLMLoss`: as before, while the caller still holds the logits as they were."""
+    output = model(**_without_labels(batch))
+    return _widened_shifted_loss(output.logits, batch["labels"], loss)
+
+
+def _shifted_narrow(model: nn.Module, batch: Mapping[str, Any], loss: Loss) -> Tensor:
+    """The families that had a loss of their own up to 4.49 (GPTBigCode and others): shifted, and never widened."""
+    output = model(**_without_labels(batch))
+    return _shifted_loss(output.logits, batch["labels"], loss)
+
+
+def _whole(model: nn.Module, batch: Mapping[str, Any], loss: Loss) -> Tensor:
+    """transformers from 4.50: the labels are shifted, the logits widened and used as they are."""
+    output = model(**_without_labels(batch))
+    return _widened_loss(output.logits, batch["labels"], loss)
+
+
+def _widened_shifted_loss(logits: Tensor, labels: Tensor, loss: Loss) -> Tensor:
+    logits = logits.float()
+    return _shifted_loss(logits, labels, loss)
+
+
+def _shifted_loss(logits: Tensor, labels: Tensor, loss: Loss) -> Tensor:
+    shifted = logits[..., :-1, :].contiguous()
+    target = labels[..., 1:].contiguous()
+    shifted = shifted.view(-1, shifted.size(-1))
+    return loss(shifted, target.view(-1))
+
+
+def _widened_loss(logits: Tensor, labels: Tensor, loss: Loss) -> Tensor:
+    logits = logits.float()
+    target = nn.functional.pad(labels, (0, 1), value=-100)[..., 1:].contiguous()
+    return loss(logits.view(-1, logits.size(-1)), target.view(-1))
+
+
+def _fused_linear(model: nn.Module, batch: Mapping[str, Any], loss: Loss) -> Tensor:
     """Liger's head and loss: the logits never exist as a whole."""
     trunk, head = model.base_model, model.get_output_embeddings()  # type: ignore[operator]
     hidden = trunk(**_without_labels(batch)).last_hidden_state  # type: ignore[operator]
@@ -102,33 +128,42 @@ def _fused_linear(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     return _FusedLinear.apply(hidden.view(-1, hidden.size(-1)), head.weight, target)
 
 
-def _widened_shifted_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    logits = logits.float()
-    return _shifted_loss(logits, labels)
-
-
-def _shifted_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    shifted = logits[..., :-1, :].contiguous()
-    target = labels[..., 1:].contiguous()
-    shifted = shifted.view(-1, shifted.size(-1))
-    return nn.functional.cross_entropy(shifted, target.view(-1))
-
-
 def _without_labels(batch: Mapping[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in batch.items() if k != "labels"}
 
 
-LOSSES = {
+LOGITS = {
     "shifted": _shifted,
     "shifted-by-function": _shifted_by_function,
     "shifted-narrow": _shifted_narrow,
-    "in-place": _in_place,
-    "fused-linear": _fused_linear,
+    "whole": _whole,
+    "never": _fused_linear,
 }
+KERNELS: dict[str, Loss] = {"plain": _cross_entropy, "in-place": _cross_entropy_in_place}
 
 
-def build(config: Mapping[str, Any], loss: str, attention: str = "sdpa") -> Any:
-    """(module, batch_fn, step_fn) of the causal language model that `config` (model_type included) describes."""
+def build(config: Mapping[str, Any], logits: str, kernel: str = "plain", attention: str = "sdpa", held: str = "") -> Any:
+    """(module, batch_fn, step_fn) of the causal language model that `config` (model_type included) describes.
+
+    `logits`: a key of LOGITS; `kernel`: of KERNELS.  `held`: the last name of modules whose outputs of the forward pass live
+    until the loss is there, as a key-value cache that views them does.
+    """
     spec = ModelSpec(name=str(config["model_type"]), source="folder", task="causal-lm", config=dict(config))
     built = build_model(spec, dtype=torch.float32, attention=attention)
-    return built.module, built.make_batch, LOSSES[loss]
+    cache: list[Tensor] = []
+
+    def keep(module: nn.Module, args: Any, output: Tensor) -> None:
+        if not torch.is_grad_enabled():  # inside a reentrant checkpoint: the recomputed outputs go with their block
+            cache.append(output)
+
+    for name, module in built.module.named_modules():
+        if held and name.rpartition(".")[2] == held:
+            module.register_forward_hook(keep)
+
+    def step(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+        try:
+            return LOGITS[logits](model, batch, KERNELS[kernel])
+        finally:
+            cache.clear()
+
+    return built.module, built.make_batch, step

@@ -35,10 +35,10 @@ PROFILES: dict[str, Profile] = {
         loop=_TRAINER,
     ),
     "hf-transformers-docs": Profile(
-        stated="docs/source/en/perf_train_gpu_one.mdx: Trainer of 2022, where zero_grad() kept zeroed gradients (torch 1.x)",
+        stated="docs/source/en/perf_train_gpu_one.mdx: Trainer of early 2022, hence torch 1.10: zero_grad() keeps zeroed gradients",
         loop={**_TRAINER, "set_to_none": False},
-        transformers=(4, 18),
-        torch=(1, 11),
+        transformers=(4, 16),
+        torch=(1, 10),
     ),
     "cs336-cliffkai": Profile(
         stated="cs336_systems/benchmark.py: no warm-up, one step recorded; a cuBLAS workspace of 32 MiB says Hopper",

@@ -1,0 +1,197 @@
+"""A step predicted op by op against recordings: of real runs (a folder beside the repository), and of simulated ones."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from memplan.__main__ import main
+from memplan.planner.against import Against, against
+from memplan.planner.alignment import aligned
+from memplan.planner.allocator.snapshot import read_snapshot
+from memplan.planner.allocator_cli import predicts
+from memplan.planner.api import make_request
+from memplan.planner.export import write_run
+from memplan.planner.predict import ledger_of
+from memplan.planner.request import Request
+from memplan.planner.trace.source import TraceSource
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT.parent / "shared" / "snapshots"
+DECODER = ROOT / "validator" / "published" / "cs336.py"
+needs_recordings = pytest.mark.skipif(not FOLDER.exists(), reason="the recordings are not here")
+
+# -- real runs ---------------------------------------------------------------------------------------------------------
+
+SIZES = {  # hidden, intermediate, layers, heads
+    "medium": (1024, 4096, 24, 16), "large": (1280, 5120, 36, 20), "xl": (1600, 6400, 48, 25), "2.7B": (2560, 10240, 32, 32),
+}  # fmt: skip
+
+
+def decoder(size: str, gpu: str, *, seq: int, **options: Any) -> Request:
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    sizes = {name: str(value) for name, value in zip(names, SIZES[size], strict=True)}
+    overrides = {**sizes, "max_position_embeddings": str(seq)}
+    return make_request(
+        f"{DECODER}:build", gpu, overrides=overrides, micro_batch_size=4, seq_len=seq, keep_outputs=True, **options
+    )
+
+
+@cache
+def first_step(name: str, size: str) -> Against:
+    """One training step from the start, fp32, torch 2.6; a workspace of 32 MiB says Hopper."""
+    request = decoder(size, "h100-sxm-80gb", seq=128, precision="fp32")
+    return against(read_snapshot(FOLDER / f"trace_{name}.json.gz"), 0, request, TraceSource(exact=True), torch_version="2.6")
+
+
+@pytest.mark.slow
+@needs_recordings
+@pytest.mark.parametrize(("name", "size"), [("005", "medium"), ("009", "large"), ("008", "xl"), ("006", "2.7B")])
+def test_a_first_step_reaches_its_recorded_peaks(name: str, size: str) -> None:
+    found = first_step(name, size)
+
+    assert abs(found.whole.allocated_ratio - 1) <= 0.001
+    assert abs(found.whole.reserved_ratio - 1) <= 0.001
+    assert predicts(found)
+
+
+@pytest.mark.slow
+@needs_recordings
+@pytest.mark.parametrize(("name", "size"), [("005", "medium"), ("009", "large"), ("008", "xl"), ("006", "2.7B")])
+def test_every_allocation_of_a_first_step_is_predicted_in_its_order(name: str, size: str) -> None:
+    """But for one: the backward of the full slice that `w[ids, :]` still was in torch 2.6."""
+    found = first_step(name, size)
+
+    for events in found.events:
+        assert events.num_equal_allocs == events.num_predicted_allocs
+        assert events.num_recorded_allocs - events.num_equal_allocs <= (events.phase == "backward")
+
+
+@pytest.mark.slow
+@needs_recordings
+@pytest.mark.parametrize(("name", "seq", "precision"), [("074", 128, "fp32"), ("077", 512, "bf16-autocast")])
+def test_the_model_of_another_author_is_predicted_within_a_percent(name: str, seq: int, precision: str) -> None:
+    """Step 6 of a run with a loss and an AdamW of its own: forward and backward are the model's."""
+    request = decoder("medium", "a100-sxm-80gb", seq=seq, precision=precision)
+    recorded = read_snapshot(FOLDER / f"trace_{name}.json.gz")
+
+    found = against(recorded, 0, request, TraceSource(exact=True), step="later", torch_version="2.11")
+
+    for phase in ("forward", "backward"):
+        assert abs(found.of(phase).allocated_ratio - 1) <= 0.01
+        assert abs(found.of(phase).reserved_ratio - 1) <= 0.01
+    assert found.differences
+    assert not predicts(found)  # the author's optimizer is another one
+
+
+# -- simulated runs ----------------------------------------------------------------------------------------------------
+
+TINY = {"num_hidden_layers": "3", "hidden_size": "64", "num_attention_heads": "4"}
+WORDS = ["--gpu", "a100-sxm-80gb", "--precision", "fp32", "--seq", "64"]
+WORDS += [word for key, value in TINY.items() for word in ("--set", f"{key}={value}")]
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two steps of a small model, simulated from the first allocation on."""
+    request = make_request("gpt2", "a100-sxm-80gb", overrides=TINY, seq_len=64, micro_batch_size=2, precision="fp32")
+    path = tmp_path_factory.mktemp("run") / "run.pickle"
+    write_run(path, ledger_of(request, TraceSource(exact=True).step(request)))
+    return path
+
+
+def test_a_run_predicts_itself_event_by_event(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["replay", str(recorded), "--against-trace", "gpt2", "--step", "later", "--micro-batch", "2", *WORDS, "--json"]
+
+    assert main(words) == 0
+
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["differences"] == []
+    assert [peaks["phase"] for peaks in answer["peaks"]] == ["all", "init", "forward", "backward", "step"]
+    assert all(peaks["allocated_ratio"] == peaks["reserved_ratio"] == 1.0 for peaks in answer["peaks"])
+    assert all(events["num_equal"] == events["num_predicted"] == events["num_recorded"] > 0 for events in answer["events"])
+
+
+def test_another_batch_does_not_agree_and_the_differences_are_listed(
+    recorded: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["replay", str(recorded), "--against-trace", "gpt2", "--step", "later", "--micro-batch", "3", *WORDS]
+
+    assert main(words) == 1
+
+    shown = capsys.readouterr().out
+    assert "DOES NOT AGREE within 0.1%" in shown
+    assert "only predicted: alloc" in shown
+    assert "only recorded: alloc" in shown
+
+
+def test_what_happens_in_every_block_is_told_once(recorded: Path) -> None:
+    request = make_request("gpt2", "a100-sxm-80gb", overrides=TINY, seq_len=64, micro_batch_size=2, precision="fp32")
+
+    found = against(read_snapshot(recorded), 0, request.but(attention="eager"), TraceSource(exact=True), step="later")
+
+    in_blocks = [d for d in found.differences if any("transformer.h.*.attn" in line for line in d.only_predicted)]
+    assert in_blocks
+    assert max(d.count for d in in_blocks) >= 3
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["--seq", "64"], "--seq: describes a predicted step"),
+        (["--keep-outputs"], "--keep-outputs: describes a predicted step"),
+        (["--against-trace", "gpt2", "--blind"], "--blind: has no meaning with --against-trace"),
+        (["--against-trace", "gpt2", "--torch", "new"], "--torch 'new': expected a version"),
+        (["--against-trace", "gpt2", "--nodes", "2", *WORDS], "--nodes 2: several machines are not modelled yet"),
+        (["--device", "3"], "has no events of device 3"),
+    ],
+)
+def test_options_that_make_no_sense_together_are_mistakes(
+    recorded: Path, words: list[str], problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["replay", str(recorded), *words]) == 2
+    assert problem in capsys.readouterr().err
+
+
+# -- alignment ---------------------------------------------------------------------------------------------------------
+
+
+def longest_common(a: list[int], b: list[int]) -> int:
+    """The length of the longest common subsequence, by the textbook's table."""
+    row = [0] * (len(b) + 1)
+    for x in a:
+        corner = 0
+        for j, y in enumerate(b, 1):
+            corner, row[j] = row[j], corner + 1 if x == y else max(row[j], row[j - 1])
+    return row[-1]
+
+
+few = st.lists(st.integers(0, 3), max_size=14)
+
+
+@given(few, few)
+def test_an_alignment_pairs_equal_items_in_order_and_as_many_as_can_be_had(a: list[int], b: list[int]) -> None:
+    pairs = aligned(a, b)
+
+    assert all(a[i] == b[j] for i, j in pairs)
+    assert all(i < k and j < m for (i, j), (k, m) in zip(pairs, pairs[1:], strict=False))
+    assert len(pairs) == longest_common(a, b)
+
+
+@given(few, few)
+def test_an_alignment_that_gives_up_still_pairs_only_equal_items(a: list[int], b: list[int]) -> None:
+    pairs = aligned(a, b, max_edits=2)
+
+    assert all(a[i] == b[j] for i, j in pairs)
+    assert all(i < k and j < m for (i, j), (k, m) in zip(pairs, pairs[1:], strict=False))
+
+
+def test_where_nothing_is_alike_only_the_beginning_is_compared() -> None:
+    same, ours, theirs = [7] * 50, list(range(100, 200)), list(range(200, 300))
+
+    assert aligned(same + ours, same + theirs, max_edits=20) == [(i, i) for i in range(50)]

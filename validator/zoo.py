@@ -1,0 +1,138 @@
+"""The zoo: one architecture of every kind that transformers has, small enough to train a real step on a CPU in seconds.
+
+Each is its family's default config made narrow (`tiny`), with a few fields of its own where the defaults do not stand small
+sizes or would hide what is special about the family (a sliding window longer than the sequence, for instance).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ..errors import UserError, did_you_mean
+
+if TYPE_CHECKING:
+    from ..models import ModelSpec
+    from .compare import Comparison
+
+BATCH_SIZE = 2
+SEQ_LEN = 64
+_WAVE = 8000  # samples of sound: half a second
+_WINDOW = {"sliding_window": 32}
+_STAGES = {"embed_dim": 32, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4}
+_MROPE = {"text_config": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 2, 2]}}}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """One model of the zoo: a model type of transformers, what it is trained for, and what differs from the narrow config."""
+
+    name: str
+    kind: str
+    """causal, masked, seq2seq, vision, audio or multimodal."""
+    task: str
+    config: Mapping[str, Any] = field(default_factory=dict)
+    seq_len: int = SEQ_LEN
+
+    def values(self, **overrides: Any) -> dict[str, Any]:
+        """Its config's content."""
+        from .tiny import default_config, shrunk
+
+        return _merged(shrunk(default_config(self.name), "narrow"), {**self.config, **overrides})
+
+    def spec(self, **overrides: Any) -> ModelSpec:
+        """The model, as the rest of the project takes it; `overrides` are fields of the config."""
+        from ..models import ModelSpec
+
+        return ModelSpec(name=self.name, source="folder", task=self.task, config=self.values(**overrides))
+
+
+def _merged(config: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    for key, value in changes.items():
+        if isinstance(value, Mapping) and isinstance(config.get(key), dict):
+            _merged(config[key], value)
+        else:
+            config[key] = value
+    return config
+
+
+def _all(kind: str, task: str, *names: str | tuple[str, Mapping[str, Any]], seq_len: int = SEQ_LEN) -> list[Architecture]:
+    pairs = [(entry, {}) if isinstance(entry, str) else entry for entry in names]
+    return [Architecture(name=name, kind=kind, task=task, config=config, seq_len=seq_len) for name, config in pairs]
+
+
+ZOO: tuple[Architecture, ...] = (
+    *_all(
+        "causal",
+        "causal-lm",
+        "llama", "mistral", "mixtral", "gemma", ("gemma2", _WINDOW), ("gemma3_text", _WINDOW), "qwen2", "qwen2_moe", "qwen3",
+        "qwen3_moe", "qwen3_next", "gpt2", "gpt_neo", "gpt_neox", "gptj", "gpt_bigcode", ("gpt_oss", _WINDOW), "opt", "bloom",
+        "falcon", "mpt", "phi", "phi3", "stablelm", "olmo", "olmo2", "olmoe", "granite", "granitemoe", "cohere",
+        ("cohere2", _WINDOW), "starcoder2", "smollm3", ("deepseek_v2", {"num_experts_per_tok": 2}), "deepseek_v3", "glm4", ("nemotron", {"num_key_value_heads": 2}), "codegen", "xglm",
+        "biogpt", "persimmon", "helium", "exaone4", "lfm2", "bitnet", "ctrl", "openai-gpt", "xlnet", "mamba", ("mamba2", {"num_heads": 8}),
+        ("falcon_h1", {"mamba_d_ssm": 128, "mamba_n_heads": 8, "mamba_d_head": 16}),
+        ("bamba", {"mamba_n_heads": 8, "mamba_d_head": 16}), "jamba", ("zamba2", {"mamba_headdim": 16}), "recurrent_gemma", "rwkv", "minimax", "nanochat", "ernie4_5", "arcee",
+        "modernbert-decoder", "seed_oss",
+    ),
+    *_all(
+        "masked",
+        "masked-lm",
+        "bert", "roberta", "xlm-roberta", "distilbert", "albert", "electra", "deberta", "deberta-v2", "mpnet", "modernbert",
+        "convbert", ("funnel", {"block_sizes": [1, 1, 1]}), "fnet", "layoutlm", "big_bird", "nystromformer", "roformer", ("mobilebert", {"hidden_size": 128, "true_hidden_size": 64, "intra_bottleneck_size": 64}),
+        "squeezebert", "megatron-bert", "rembert", ("esm", {"vocab_size": 33, "pad_token_id": 1, "mask_token_id": 32}), "camembert", "yoso",
+    ),
+    *_all(
+        "seq2seq",
+        "seq2seq-lm",
+        "t5", "mt5", "umt5", "longt5", "bart", "mbart", "pegasus", "pegasus_x", "marian", "m2m_100",
+        "blenderbot", "blenderbot-small", "led", "prophetnet", "fsmt", "plbart", "bigbird_pegasus", "nllb-moe",
+    ),
+    *_all(
+        "vision",
+        "image-classification",
+        "vit", "deit", "beit", ("swin", _STAGES), ("swinv2", _STAGES), "dinov2", "dinov2_with_registers", "vit_msn", "ijepa", "resnet", "convnext",
+        "convnextv2", "regnet", ("efficientnet", {"width_coefficient": 1.0, "depth_coefficient": 0.5, "hidden_dim": 1280}), "mobilenet_v1", "mobilenet_v2", "mobilevit", "mobilevitv2", "levit", "pvt",
+        "pvt_v2", "segformer", "focalnet", "hiera", "poolformer", "cvt", "swiftformer", "bit", "data2vec-vision",
+    ),
+    *_all("vision", "auto", "vit_mae", "videomae", "yolos", "timesformer"),
+    *_all("audio", "ctc", "wav2vec2", "hubert", "wavlm", "sew", "sew-d", "unispeech", "unispeech-sat", seq_len=_WAVE),
+    *_all("audio", "ctc", ("wav2vec2-bert", {"vocab_size": 32})),
+    *_all("audio", "speech-seq2seq", "whisper", ("speech_to_text", {"max_source_positions": 400}), ("moonshine", {"pad_token_id": 0})),
+    *_all("audio", "auto", "audio-spectrogram-transformer"),
+    *_all("multimodal", "auto", "clip", ("siglip", {"text_config": {"projection_size": 64}}), "blip", "chinese_clip", "altclip", "vilt", "flava"),
+    *_all("multimodal", "image-text-to-text", "llava", "paligemma", ("qwen2_vl", _MROPE), ("qwen2_5_vl", _MROPE), "idefics3", "internvl"),
+)  # fmt: skip
+
+
+def find(name: str) -> Architecture:
+    """The architecture of that name; UserError with the nearest ones where there is none."""
+    found = next((a for a in ZOO if a.name == name), None)
+    if found is None:
+        hint = did_you_mean(name, [a.name for a in ZOO])
+        raise UserError(f"--only {name}: the zoo has no such architecture", hint or "--suite zoo --list shows all")
+    return found
+
+
+def compared(architecture: Architecture) -> Comparison:
+    """One full training step after another, run for real in this process, beside its prediction."""
+    from ..planner.trace.source import TraceSource
+    from .api import request_for, run
+
+    request = request_for(architecture.spec(), "cpu", micro_batch_size=BATCH_SIZE, seq_len=architecture.seq_len)
+    return run(request, "cpu", isolated=False, traces=TraceSource(exact=True))
+
+
+def measured(architecture: Architecture) -> dict[str, Any]:
+    """`compared` as JSON data: predicted and measured peak, and how many of all phases' and components' figures are equal."""
+    comparison = compared(architecture)
+    peak = comparison.peak
+    if peak is None:
+        return {"predicted_bytes": comparison.predicted.peak_bytes, "reason": comparison.reason}
+    return {
+        "predicted_bytes": peak.predicted_bytes,
+        "measured_bytes": peak.measured_bytes,
+        "figures": len(comparison.rows),
+        "equal_figures": sum(row.difference_bytes == 0 for row in comparison.rows),
+        "reason": "",
+    }
