@@ -20,7 +20,7 @@ from .allocator.config import AllocConf
 from .allocator.driver import DescendingDriver
 from .allocator.replay import ALLOC, FREE, ReplayResult, replay
 from .allocator.start_state import StartState, restore, walk_back
-from .allocator.verify import Step, _conf_from_events, _play_exact, _RecordedDriver, find_limit, split_steps
+from .allocator.verify import Step, conf_from_events, play_exact, RecordedDriver, find_limit, split_steps
 from .kernels import Kernels
 from .ledger import Component, Ledger
 from .trace.steptrace import Phase
@@ -129,7 +129,7 @@ def against(snapshot: Snapshot, device: int, request: Request, traces: TraceSour
     """
     if step not in STEPS:
         raise UserError(f"--step {step}: not known", f"Choose one of {', '.join(STEPS)}")
-    conf = conf or snapshot.conf or _conf_from_events(snapshot)
+    conf = conf or snapshot.conf or conf_from_events(snapshot)
     recorded = snapshot.traces[device]
     start = walk_back([segment for segment in snapshot.segments if segment.device == device], recorded, conf)
     steps = split_steps(recorded)
@@ -281,13 +281,13 @@ def _play(events: Sequence[Event], recorded: Sequence[Step], start: StartState, 
 def _play_recording(steps: Sequence[Step], start: StartState, conf: AllocConf,
                     limit: int | None) -> tuple[list[Event], list[int], list[int]]:  # fmt: skip
     """The recording's events, and what was allocated and reserved after each: found by playing it with its real addresses."""
-    driver = _RecordedDriver()
+    driver = RecordedDriver()
     state = restore(start, CachingAllocator(conf, limit, driver))
     seen: list[Any] = []
     state.allocator.on_segment = seen.append
     events, allocated, reserved = [], [], []
     for step in steps:
-        wrong = _play_exact([step], state, driver, seen)
+        wrong = play_exact([step], state, driver, seen)
         if wrong:
             raise UserError(f"the recording cannot be followed: {wrong[0]}", "Try `memplan replay` without --against-trace")
         if step.action in ("alloc", "free_completed"):

@@ -79,7 +79,7 @@ class Comparison:
         return self.predicted.peak_reserved_bytes / measured if measured else 1.0
 
 
-class _RecordedDriver:
+class RecordedDriver:
     """Answers with the addresses that the real driver gave, as long as it is asked for the same."""
 
     def __init__(self) -> None:
@@ -164,14 +164,14 @@ def find_limit(steps: Sequence[Step], start: StartState, conf: AllocConf, given:
 def compare(snapshot: Snapshot, device: int, *, blind: bool = False, conf: AllocConf | None = None,
             limit_bytes: int | None = None) -> Comparison:  # fmt: skip
     """Replays one device's recording.  Settings and limit are the snapshot's own unless given.  Raises UserError."""
-    conf = conf or snapshot.conf or _conf_from_events(snapshot)
+    conf = conf or snapshot.conf or conf_from_events(snapshot)
     events = snapshot.traces[device]
     end = [segment for segment in snapshot.segments if segment.device == device]
     start = walk_back(end, events, conf)
     steps = split_steps(events)
     limit = find_limit(steps, start, conf, limit_bytes)
     seen: list[SegmentEvent] = []
-    driver = _RecordedDriver()
+    driver = RecordedDriver()
     if blind:
         moved = start.moved(_ROOM_BELOW)
         below = min((segment.address for segment in moved.segments), default=_ROOM_BELOW)
@@ -182,7 +182,7 @@ def compare(snapshot: Snapshot, device: int, *, blind: bool = False, conf: Alloc
         state = restore(start, allocator)
     allocator.on_segment = seen.append
     began = time.perf_counter()
-    differences = _play_blind(steps, start, state) if blind else _play_exact(steps, state, driver, seen)
+    differences = _play_blind(steps, start, state) if blind else play_exact(steps, state, driver, seen)
     seconds = time.perf_counter() - began
     if not blind and not differences:
         differences = _compare_ends(end, segment_states(allocator, device))
@@ -202,13 +202,13 @@ def compare(snapshot: Snapshot, device: int, *, blind: bool = False, conf: Alloc
     )
 
 
-def _conf_from_events(snapshot: Snapshot) -> AllocConf:
+def conf_from_events(snapshot: Snapshot) -> AllocConf:
     """Old snapshots name no settings; only expandable segments can be seen in the events."""
     mapped = (event.action == "segment_map" for trace in snapshot.traces for event in trace)
     return AllocConf(expandable_segments=any(segment.is_expandable for segment in snapshot.segments) or any(mapped))
 
 
-def _play_exact(steps: Sequence[Step], state: ReplayState, driver: _RecordedDriver, seen: list[SegmentEvent]) -> list[str]:
+def play_exact(steps: Sequence[Step], state: ReplayState, driver: RecordedDriver, seen: list[SegmentEvent]) -> list[str]:
     allocator = state.allocator
     differences: list[str] = []
     for step in steps:

@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import (
 
 from ...errors import CannotTell, UserError
 from ...models import BuiltModel, ModelSpec
+from ...models.builder import casts_in_place
 from .. import cache
 from . import cuda
 from .depth import Stack, find_stacks
@@ -80,6 +81,7 @@ class FakeModel:
             _quiet(),
             _no_garbage_collection(),
             _transformers_sees_real_masks(),
+            casts_in_place(),
             cuda.as_cuda(options.target == "cuda", options.sdpa) as choices,
         ):
             return _record(self.spec, options, self._fake_mode, self._built, choices, with_graph)
@@ -202,7 +204,7 @@ def _quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         level = logging.root.manager.disable
-        logging.disable(logging.WARNING)
+        logging.disable(logging.ERROR)
         try:
             yield
         finally:

@@ -62,6 +62,8 @@ RUN_FLAGS = {
     "--optimizer",
     "--optimizer-impl",
     "--recompute",
+    "--loss",
+    "--use-cache",
     "--reentrant",
     "--attention",
     "--freeze",

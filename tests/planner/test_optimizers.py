@@ -124,9 +124,9 @@ def test_plain_sgd_makes_nothing_and_keeps_nothing():
     assert (events.state_bytes, StepEvents.transient_bytes(events.later)) == (0, 0)
 
 
-def test_asgd_keeps_two_scalars_beside_each_average_on_the_gpu():
+def test_asgd_keeps_three_scalars_beside_each_average_on_the_gpu():
     events = traced_rule("asgd", "foreach").step(tensors(PLAIN))
-    assert events.state_bytes == sum(nbytes(PLAIN)) + len(PLAIN) * 2 * 4  # eta and mu, made on the parameter's device
+    assert events.state_bytes == sum(nbytes(PLAIN)) + len(PLAIN) * 3 * 4  # step, eta and mu, made on the parameter's device
 
 
 @pytest.mark.parametrize(

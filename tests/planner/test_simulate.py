@@ -152,6 +152,32 @@ def test_a_gradient_is_never_held_twice_after_it_is_added(chain):
     assert component(ledger, Component.GRAD).max() == 3 * W + W
 
 
+TRANSPOSED = """
+    import torch
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = torch.nn.Parameter(torch.ones(4, 12, 7))
+
+        def forward(self, x):
+            return torch.bmm(self.w.transpose(1, 2), x.T.unsqueeze(0).expand(4, -1, -1))
+
+    def build():
+        return Net(), lambda batch, seq: {"x": torch.ones(batch, 12)}, lambda m, b: m(**b).sum()
+"""
+
+
+def test_a_gradient_is_copied_into_the_parameters_layout_only_where_there_is_none_to_add_to(tmp_path):
+    file = tmp_path / "transposed.py"
+    file.write_text(textwrap.dedent(TRANSPOSED))
+    trace = trace_step(load(f"{file}:build"), TraceOptions(batch_size=BATCH, seq_len=1, target="cpu"))
+    ledger = run(trace, grad_accum_steps=3)
+    copies = (ledger.component == Component.GRAD) & (ledger.delta_bytes > 0)
+    assert ledger.delta_bytes[copies].tolist() == [4 * 12 * 7 * 4] * 2  # one in each of the two optimizer steps
+    assert ledger.iteration[copies].tolist() == [0, 1]
+
+
 # -- zero_grad -------------------------------------------------------------------------------------------------------------
 
 

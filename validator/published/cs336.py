@@ -27,12 +27,20 @@ class Linear(nn.Module):
 
 
 class Embedding(nn.Module):
-    def __init__(self, vocab_size: int, features: int) -> None:
+    """Rows of a table by indexing.
+
+    `full_slices`: torch up to 2.8 recorded a bare colon in an index as a slice of its own, whose backward fills zeros of the
+    table's size (TensorIndexing.h, applySlice); newer versions drop it.
+    """
+
+    def __init__(self, vocab_size: int, features: int, full_slices: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(vocab_size, features))
+        self.full_slices = full_slices
 
     def forward(self, ids: Tensor) -> Tensor:
-        return self.weight[ids, :]
+        table = torch.ops.aten.slice.Tensor(self.weight, 1) if self.full_slices else self.weight
+        return table[ids]
 
 
 class RMSNorm(nn.Module):
@@ -91,7 +99,7 @@ class Attention(nn.Module):
         self.v_proj = Linear(features, features)
         self.output_proj = Linear(features, features)
 
-    def forward(self, x: Tensor, rotary: Rotary) -> Tensor:
+    def forward(self, x: Tensor, rotary: Rotary, positions: Tensor | None = None) -> Tensor:
         length = x.shape[-2]
         query, key, value = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         query, key, value = (t.unflatten(-1, (self.heads, -1)).transpose(-3, -2) for t in (query, key, value))
@@ -126,8 +134,9 @@ class Block(nn.Module):
         self.ln2 = RMSNorm(features)
 
     def forward(self, x: Tensor, rotary: Rotary) -> Tensor:
-        x = x + self.attn(self.ln1(x), rotary)
-        return x + self.ffn(self.ln2(x))
+        attended = self.attn(self.ln1(x), rotary)  # lives to the end of the block, as in the published code
+        middle = x + attended
+        return middle + self.ffn(self.ln2(middle))
 
 
 def _run_blocks(blocks: Iterable[nn.Module], x: Tensor, rotary: Rotary) -> Tensor:
@@ -176,15 +185,18 @@ def build(
     max_position_embeddings: int = 2048,
     loss: str = "cross-entropy",
     blocks_per_checkpoint: int = 0,
+    full_slices: bool = False,
 ) -> Any:
     """A factory of memplan's form: (module, batch_fn, step_fn).  `loss`: cross-entropy, or mean (of the logits).
 
     `blocks_per_checkpoint`: so many blocks are recomputed together (non-reentrant activation checkpointing); 0: none are.
+    `full_slices`: as torch up to 2.8 records it, see `Embedding`.
     """
     module = Decoder(
         vocab_size, hidden_size, intermediate_size, num_hidden_layers, num_attention_heads, max_position_embeddings
     )
     module.blocks_per_checkpoint = blocks_per_checkpoint
+    module.token_embeddings.full_slices = full_slices
 
     def batch(batch_size: int, seq_len: int) -> dict[str, Tensor]:
         ids = torch.arange(batch_size * seq_len).reshape(batch_size, seq_len) % vocab_size
