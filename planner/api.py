@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import UserError
 from ..units import parse_bytes
 from .loop import LoopFacts
-from .request import DEFAULT_MICRO_BATCH_SIZE, DEFAULT_SEQ_LEN, Request
+from .request import ALIASES, DEFAULT_MICRO_BATCH_SIZE, DEFAULT_SEQ_LEN, Request
 
 if TYPE_CHECKING:
     from ..hardware.profile import Device
@@ -86,6 +86,9 @@ def make_request(
     if unknown:
         raise UserError(f"{unknown[0]}: not an option", f"Options: {', '.join(Request.__dataclass_fields__)}")
     options = {k: v for k, v in options.items() if v is not None}
+    for name, spellings in ALIASES.items():
+        if name in options:
+            options[name] = spellings.get(options[name], options[name])
     defaults = [note] if note else []
     if "micro_batch_size" not in options:
         defaults.append(f"micro batch size {DEFAULT_MICRO_BATCH_SIZE} (not given)")

@@ -39,7 +39,7 @@ def add_hardware_options(parser: argparse.ArgumentParser, *, default: str) -> No
 def add_run_options(parser: argparse.ArgumentParser) -> None:
     """The options of how it is trained, and of the training loop."""
     how = parser.add_argument_group("how it is trained")
-    precisions = "fp32 (default), bf16, fp16, bf16-autocast, fp16-autocast, bf16-mixed, fp16-mixed"
+    precisions = "fp32, bf16, fp16, bf16-autocast, fp16-autocast, bf16-mixed, fp16-mixed (default: as the weights are stored)"
     how.add_argument("--precision", metavar="P", help=precisions)
     how.add_argument("--mode", metavar="M", help="train (default), forward: no backward, inference: under no_grad")
     how.add_argument("--method", metavar="M", help="full (default), lora, qlora and others")
@@ -52,13 +52,13 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
         "--recompute", metavar="R", help="none (default), full, every-k:N, selective-layer:N, selective-op[:matmul+attention]"
     )
     how.add_argument(
-        "--loss", choices=("model", "plain", "chunked"), help="the model's own (default), plain: logits as they are, chunked"
+        "--loss", metavar="L", help="hf: the model's own (default), plain: logits as they are, chunked: head in chunks of tokens"
     )
     how.add_argument(
         "--use-cache", action="store_true", help="the model builds a key-value cache while it trains (Trainer: off)"
     )
     how.add_argument("--reentrant", action="store_true", help="the older, reentrant kind of activation checkpointing")
-    how.add_argument("--attention", metavar="A", help="sdpa (default), eager, flash_attention_2")
+    how.add_argument("--attention", metavar="A", help="sdpa (default), eager, flash2: the flash-attn package")
     how.add_argument(
         "--freeze", metavar="PREFIX", action="append", default=[], help="parameters that do not train (may be repeated)"
     )

@@ -19,6 +19,8 @@ STRATEGIES = ("single",)
 MODES = ("train", "forward", "inference")
 ATTENTIONS = ("sdpa", "eager", "flash_attention_2")
 LOSSES = ("model", "plain", "chunked")
+# Other spellings that people use, by option.
+ALIASES = {"attention": {"flash2": "flash_attention_2"}, "loss": {"hf": "model"}}
 DEFAULT_MICRO_BATCH_SIZE = 1
 DEFAULT_SEQ_LEN = 2048  # capped by the model's positions
 DEFAULT_IMAGE_SEQ_LEN = 0

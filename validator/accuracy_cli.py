@@ -11,8 +11,8 @@ from typing import Any
 
 from ..errors import UserError
 
-_ABOUT = """Predicts every row of FILE.jsonl (one published measurement a line; without FILE: memplan's own collection) and compares.
-    Rows that cannot be expressed say why.  A line that is no row is named on stderr and left out.
+_ABOUT = """Predicts every row of FILE.jsonl (one published measurement a line; without FILE: memplan's own collection) and
+    compares.  Rows that cannot be expressed say why.  A line that is no row is named on stderr and left out.
     Exit code 0: scored, 2: there was nothing to score."""
 
 

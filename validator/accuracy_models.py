@@ -112,6 +112,8 @@ def _transformers(row: Row) -> ModelSpec:
     if row.workload.task == "preference":
         raise CannotTell("preference losses run two models or two halves of a batch, which is not modelled")
     longest = max_seq_len(config)
+    if longest is not None and row.workload.seq_len > longest:
+        longest = None  # it ran, so the figure was no limit; a table that is too short says so when it is read
     variant = _loss_variant(row)
     if variant:
         return _factory(row, "language_models", {"config": config, "attention": attention_of(row), **variant}, longest)

@@ -46,7 +46,8 @@ def _judged(s: Scored) -> str:
 
 def _table(summaries: Sequence[Summary]) -> list[str]:
     width = max((len(s.source) for s in summaries), default=6)
-    head = f"{'source':<{width}}  {'metric':<19}  {'rows':<5}  {'expressed':>9}  {'median':>7}  {'90th':>7}  {'bias':>7}  wrong verdicts"
+    figures = f"{'expressed':>9}  {'median':>7}  {'90th':>7}  {'bias':>7}"
+    head = f"{'source':<{width}}  {'metric':<19}  {'rows':<5}  {figures}  wrong verdicts"
     return [head, *(_summary_line(s, width) for s in summaries)]
 
 
@@ -69,15 +70,16 @@ def as_page(scored: Sequence[Scored], summaries: Sequence[Summary], causes: Sequ
     lines = [
         "# How accurate the predictions are",
         "",
-        "Made by `memplan accuracy --write docs/accuracy.md`; do not edit.  Every row is a measurement that somebody published, of a",
-        "run on a real GPU; its source is named in `validator/published/rows.jsonl`.  Each is compared with the figure of a prediction",
-        "that means the same: allocated with allocated, reserved with reserved, `nvidia-smi` with reserved and context.  Nothing is",
-        "fitted: the same planner answers `memplan fit`.  What a source's loop did is stated in `validator/published/profiles.py`.",
+        "Made by `memplan accuracy --write docs/accuracy.md`; do not edit.  Every row is a measurement that somebody",
+        "published, of a run on a real GPU; `validator/published/rows.jsonl` names its source.  Each is compared with the",
+        "figure of a prediction that means the same: allocated with allocated, reserved with reserved, `nvidia-smi` with",
+        "reserved and context.  Nothing is fitted: the same planner answers `memplan fit`.  What a source's loop did is",
+        "stated, with where it is to be read, in `validator/published/profiles.py`.",
         "",
         f"{len(scored)} rows, {len(expressed)} of them expressed.  Traced with {versions}.",
         "",
-        "`A`: the source states all that a prediction needs.  `median` and `90th`: absolute error; `bias`: mean error, below zero where",
-        "predictions are too low.",
+        "`A`: the source states all that a prediction needs.  `median` and `90th`: absolute error; `bias`: mean error, below",
+        "zero where predictions are too low.",
         "",
         "## Over all sources",
         "",
@@ -112,9 +114,9 @@ def _page_table(summaries: Sequence[Summary]) -> list[str]:
     for s in summaries:
         judged = s.metric in ("fits", "oom") and s.expressed
         lines.append(
-            f"| {s.source} | {_METRIC_WORDS[s.metric]} | {'A' if s.completeness == 'A' else 'A, B'} | {s.expressed} of {s.rows} | "
-            f"{_share(s.median_abs_error)} | {_share(s.p90_abs_error)} | {_share(s.bias, sign=True)} | "
-            f"{s.false_fits if judged else ''} | {s.false_does_not_fit if judged else ''} |"
+            f"| {s.source} | {_METRIC_WORDS[s.metric]} | {'A' if s.completeness == 'A' else 'A, B'} "
+            f"| {s.expressed} of {s.rows} | {_share(s.median_abs_error)} | {_share(s.p90_abs_error)} "
+            f"| {_share(s.bias, sign=True)} | {s.false_fits if judged else ''} | {s.false_does_not_fit if judged else ''} |"
         )
     return lines
 

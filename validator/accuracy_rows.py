@@ -25,15 +25,16 @@ ADAPTER_METHODS = ("lora", "qlora", "dora", "peft-other", "qpeft-other")
 
 #: What `model.config` may name: arguments of transformers' configs, and of the classes in `published`.
 ARCHITECTURE_KEYS = frozenset(
-    """custom_class vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim
-    tie_word_embeddings max_position_embeddings num_experts num_local_experts num_experts_per_tok n_embd n_layer n_head n_inner
-    n_positions ffn_dim word_embed_proj_dim multi_query new_decoder_architecture num_kv_heads parallel_attn bias alibi
-    use_qkv_bias use_parallel_residual d_model d_kv d_ff num_layers num_heads feed_forward_proj encoder_layers decoder_layers
-    encoder_attention_heads decoder_attention_heads encoder_ffn_dim decoder_ffn_dim type_vocab_size relative_attention
-    position_biased_input pos_att_type share_att_key conv_kernel_size position_buckets max_relative_positions norm_rel_ebd
-    attention_head_size pooler_hidden_size image_size patch_size mlp_ratio use_swiglu_ffn num_labels dim hidden_dim n_layers
-    n_heads""".split()
-)
+    {"custom_class", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+     "num_key_value_heads", "head_dim", "tie_word_embeddings", "max_position_embeddings", "num_experts", "num_local_experts",
+     "num_experts_per_tok", "n_embd", "n_layer", "n_head", "n_inner", "n_positions", "ffn_dim", "word_embed_proj_dim",
+     "multi_query", "new_decoder_architecture", "num_kv_heads", "parallel_attn", "bias", "alibi", "use_qkv_bias",
+     "use_parallel_residual", "d_model", "d_kv", "d_ff", "num_layers", "num_heads", "feed_forward_proj", "encoder_layers",
+     "decoder_layers", "encoder_attention_heads", "decoder_attention_heads", "encoder_ffn_dim", "decoder_ffn_dim",
+     "type_vocab_size", "relative_attention", "position_biased_input", "pos_att_type", "share_att_key", "conv_kernel_size",
+     "position_buckets", "max_relative_positions", "norm_rel_ebd", "attention_head_size", "pooler_hidden_size", "image_size",
+     "patch_size", "mlp_ratio", "use_swiglu_ffn", "num_labels", "dim", "hidden_dim", "n_layers", "n_heads"}
+)  # fmt: skip
 
 
 class Part(BaseModel):

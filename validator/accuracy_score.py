@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CannotTell, UserError
@@ -107,17 +107,21 @@ def score_row(row: Row, traces: TraceSource) -> Scored:
     """One row beside its prediction; what cannot be expressed says why."""
     from .accuracy_question import question_of
 
-    head = {
-        "id": row.id,
-        "source": row.source.name,
-        "metric": row.measured.metric,
-        "completeness": row.completeness,
-        "measured_bytes": row.measured.bytes,
-    }
+    blank = _blank(row)
     try:
-        return Scored(**head, **_predicted(row, question_of(row), traces))
+        return replace(blank, **_predicted(row, question_of(row), traces))
     except (CannotTell, UserError) as error:
-        return Scored(**head, reason=str(error))
+        return replace(blank, reason=str(error))
+
+
+def _blank(row: Row) -> Scored:
+    return Scored(
+        id=row.id,
+        source=row.source.name,
+        metric=row.measured.metric,
+        completeness=row.completeness,
+        measured_bytes=row.measured.bytes,
+    )
 
 
 def _predicted(row: Row, question: Question, traces: TraceSource) -> dict[str, Any]:
@@ -131,7 +135,7 @@ def _predicted(row: Row, question: Question, traces: TraceSource) -> dict[str, A
     prediction = predict(question.request, traces)
     if prediction.verdict is Verdict.UNKNOWN:
         raise CannotTell(prediction.reason)
-    found: dict[str, Any] = {"predicted_bytes": _figure(metric, prediction, question.context_bytes)}
+    found: dict[str, Any] = {"predicted_bytes": _figure(metric, prediction, question, traces)}
     if metric in ("fits", "oom"):
         found |= {"verdict": prediction.verdict.value, "reason": prediction.reason}
     found["phases"] = {
@@ -142,13 +146,23 @@ def _predicted(row: Row, question: Question, traces: TraceSource) -> dict[str, A
     return found
 
 
-def _figure(metric: str, prediction: Prediction, context_bytes: int | None) -> int:
+def _figure(metric: str, prediction: Prediction, question: Question, traces: TraceSource) -> int:
     """The figure of a prediction that a metric measures."""
     if metric in ("allocated_peak", "active_peak"):  # they differ by blocks that other streams hold: one GPU has none
         return prediction.allocated_peak_bytes
+    reserved = _reserved(prediction, question.request, traces)
     if metric == "reserved_peak":
+        return reserved
+    return reserved + (prediction.context_bytes if question.context_bytes is None else question.context_bytes)
+
+
+def _reserved(prediction: Prediction, request: Request, traces: TraceSource) -> int:
+    """What is reserved on that card: a run that reserves all of it flushes its cache and goes on with less."""
+    if prediction.reserved_peak_bytes <= prediction.usable_bytes or not prediction.fits:
         return prediction.reserved_peak_bytes
-    return prediction.reserved_peak_bytes + (prediction.context_bytes if context_bytes is None else context_bytes)
+    from ..planner.predict import ledger_of, replay_ledger
+
+    return replay_ledger(ledger_of(request, traces.step(request)), limit_bytes=prediction.usable_bytes).peak_reserved_bytes
 
 
 def _phase_figure(name: str, prediction: Prediction, question: Question, traces: TraceSource) -> int | None:
@@ -189,14 +203,8 @@ def _guarded(row: Row, traces: TraceSource) -> Scored:
     try:
         return score_row(row, traces)
     except Exception as error:  # one row must not cost the others; the reason says that this is no fault of the row
-        return Scored(
-            id=row.id,
-            source=row.source.name,
-            metric=row.measured.metric,
-            completeness=row.completeness,
-            measured_bytes=row.measured.bytes,
-            reason=f"memplan failed, which is a bug: {type(error).__name__}: {' '.join(str(error).split())[:200]}",
-        )
+        line = " ".join(str(error).split())[:200]
+        return replace(_blank(row), reason=f"memplan failed, which is a bug: {type(error).__name__}: {line}")
 
 
 def _groups(rows: list[Row]) -> list[list[Row]]:

@@ -29,7 +29,10 @@ _SHORT = {
 
 
 def select(rows: Sequence[Row], conditions: Iterable[str]) -> list[Row]:
-    """The rows that meet every condition.  `a=x,y` means that a is x or y.  Raises UserError for a key that rows do not have."""
+    """The rows that meet every condition; `a=x,y` means that a is x or y.
+
+    Raises UserError for a key that rows do not have.
+    """
     chosen = [(row, _flat(row.model_dump())) for row in rows]
     for condition in conditions:
         key, equals, wanted = condition.partition("=")

@@ -1,4 +1,4 @@
-"""The command `validate`: runs the step for real and compares it with the prediction."""
+"""The command `validate` (and `accuracy`, see `accuracy_cli`): runs the step for real and compares it with the prediction."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import UserError
 from ..planner.options import add_model_options, add_run_options
+from . import accuracy_cli
 
 if TYPE_CHECKING:
     from .compare import Comparison
@@ -18,7 +19,8 @@ _ABOUT = """Runs one or more training steps of MODEL for real, on this machine's
 
 
 def add_commands(commands: Any) -> None:
-    """Adds `validate` to the sub-parsers of the command line."""
+    """Adds `validate` and `accuracy` to the sub-parsers of the command line."""
+    accuracy_cli.add_commands(commands)
     parser = commands.add_parser("validate", help="run the step for real and compare with the prediction", description=_ABOUT)
     add_model_options(parser)
     for action in parser._actions:  # --records needs no model

@@ -64,7 +64,7 @@ def measure(request: Request, *, snapshot: str | None = None) -> Usage:
     torch.cuda.init()  # type: ignore[no-untyped-call]
     torch.cuda.empty_cache()
     if snapshot is not None:
-        torch.cuda.memory._record_memory_history(max_entries=_MAX_HISTORY)
+        torch.cuda.memory._record_memory_history(max_entries=_MAX_HISTORY, stacks="python")  # C++ frames take minutes
     try:
         run(request, mark, device="cuda", running=running)
         if snapshot is not None:

@@ -3,7 +3,7 @@
 CAUSES: tuple[tuple[str, str], ...] = (
     (
         "rasbt-vitl-05-ga",
-        "torch.optim's foreach Adam made its denominator out of place until torch 2.1: a second temporary of the parameters' size",
+        "torch.optim's foreach Adam made its denominator out of place before torch 2.1: a second copy of the parameters",
     ),
     (
         "cs336-niuhuangxiaozi, reserved",

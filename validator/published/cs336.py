@@ -169,7 +169,7 @@ class Decoder(nn.Module):
         x = self.token_embeddings(ids)
         if self.blocks_per_checkpoint:
             for start in range(0, len(self.layers), self.blocks_per_checkpoint):
-                segment = self.layers[start : start + self.blocks_per_checkpoint]
+                segment = list(self.layers)[start : start + self.blocks_per_checkpoint]
                 x = checkpoint(_run_blocks, segment, x, self.rotary, use_reentrant=False)
         else:
             x = _run_blocks(self.layers, x, self.rotary)

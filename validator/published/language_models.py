@@ -1,4 +1,4 @@
-"""Causal language models of transformers with the loss of the time: what a run's version, or a fused kernel, made of the logits.
+"""Causal language models of transformers with the loss of the time: what a version, or a fused kernel, made of the logits.
 
 The model is the installed transformers' own; only the loss is another.  Each function names the source that it follows.
 Shapes: B batch, S tokens, V vocabulary, N = B * S.
@@ -10,10 +10,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-
 from memplan.models import ModelSpec
 from memplan.models import build as build_model
+from torch import Tensor, nn
 
 Loss = Callable[[Tensor, Tensor], Tensor]  # of logits [rows, V] and targets [rows]
 

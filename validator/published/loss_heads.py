@@ -93,12 +93,8 @@ class HeadLoss(nn.Module):
 
 
 def build(rows: int, vocab_size: int, hidden_size: int | None = None, fused: bool = False) -> Any:
-    """(module, batch_fn).  `hidden_size` None: the logits are given.  `rows` is batch x sequence: they are tensors of the run."""
-    module: nn.Module
-    if hidden_size is None:
-        module = LogitsLoss(rows, vocab_size, fused)
-    else:
-        module = HeadLoss(rows, hidden_size, vocab_size, fused)
+    """(module, batch_fn).  `hidden_size` None: the logits are given.  `rows`: batch x sequence, the size of its tensors."""
+    module = LogitsLoss(rows, vocab_size, fused) if hidden_size is None else HeadLoss(rows, hidden_size, vocab_size, fused)
 
     def batch(batch_size: int, seq_len: int) -> dict[str, Tensor]:
         return {"target": torch.arange(batch_size * seq_len) % vocab_size}

@@ -12,10 +12,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-
 from memplan.models import ModelSpec
 from memplan.models import build as build_model
+from torch import Tensor, nn
 
 _softmax = nn.functional.softmax
 

@@ -35,7 +35,7 @@ PROFILES: dict[str, Profile] = {
         loop=_TRAINER,
     ),
     "hf-transformers-docs": Profile(
-        stated="docs/source/en/perf_train_gpu_one.mdx: Trainer of early 2022, hence torch 1.10: zero_grad() keeps zeroed gradients",
+        stated="docs/source/en/perf_train_gpu_one.mdx: Trainer of early 2022, so torch 1.10; zero_grad() zeroes gradients",
         loop={**_TRAINER, "set_to_none": False},
         transformers=(4, 16),
         torch=(1, 10),
