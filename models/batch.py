@@ -55,10 +55,13 @@ class Inputs:
         self, batch_size: int, seq_len: int, *, target_len: int | None = None, image_size: int | None = None
     ) -> dict[str, Tensor]:
         """The keyword arguments of one forward pass, labels included: no id is a special one, floats have the model's dtype."""
-        make = {"pixel_values": self._image, "input_features": self._speech, "input_values": self._wave}.get(self.main_input)
-        if make is None or self.task == "image-text-to-text":
-            make = self._tokens
-        batch = make(batch_size, seq_len, target_len, image_size)
+        makers = {"pixel_values": self._image, "input_features": self._speech, "input_values": self._wave}
+        main = self.main_input
+        if main == "input_ids" and main not in self.accepted:  # the default of the class's attribute says nothing
+            main = next((name for name in makers if name in self.required), main)
+        make = makers.get(main, self._tokens) if self.task != "image-text-to-text" else self._tokens
+        unknown = self.required - {*makers, "input_ids"}  # nothing can be made where these are all that forward takes
+        batch = make(batch_size, seq_len, target_len, image_size) if main in self.accepted or not unknown else {}
         missing = sorted(self.required - set(batch))
         if missing:
             raise UserError(
@@ -136,6 +139,8 @@ class Inputs:
                             f"Build it for that size with --set image_size={image_size}")  # fmt: skip
         vision = self.config if own is not None else getattr(self.config, "vision_config", None) or self.config
         batch = {"pixel_values": self._pixels(batch_size, vision, image_size)}
+        if "input_ids" in self.required:  # a detector that is told in words what to find
+            batch["input_ids"] = self._ids(batch_size, seq_len)
         if "decoder_input_ids" in self.accepted and "labels" in self.accepted:  # image to text
             batch["labels"] = self._ids(batch_size, target_len or seq_len)
         elif self.task == "image-classification":
@@ -145,13 +150,17 @@ class Inputs:
     def _speech(self, batch_size: int, seq_len: int, target_len: int | None, image_size: int | None) -> dict[str, Tensor]:
         """Log-mel spectrograms: Whisper's [batch, mel bins, 2 x max_source_positions] (30 s), others' [batch, frames, bins]."""
         keys = ("num_mel_bins", "input_feat_per_channel", "feature_size", "feature_projection_input_dim")
-        bins = next((v for v in (getattr(self.config, key, None) for key in keys) if v), 80)
+        parts = [self.config, *(getattr(self.config, part, None) for part in ("encoder_config", "audio_config"))]
+        bins = next((v for part in parts for v in (getattr(part, key, None) for key in keys) if v), 80)
         positions = int(getattr(self.config, "max_source_positions", None) or 4 * seq_len)
         if self.config.model_type == "whisper":
             shape: tuple[int, ...] = (batch_size, bins, 2 * positions)  # its second convolution has stride 2
         else:
             shape = (batch_size, positions, bins)
-        return {"input_features": self._floats(*shape), "labels": self._ids(batch_size, target_len or seq_len)}
+        batch = {"input_features": self._floats(*shape)}
+        if "labels" in self.accepted:  # an encoder by itself has none
+            batch["labels"] = self._ids(batch_size, target_len or seq_len)
+        return batch
 
     def _wave(self, batch_size: int, seq_len: int, target_len: int | None, image_size: int | None) -> dict[str, Tensor]:
         bins = getattr(self.config, "num_mel_bins", None)
@@ -161,6 +170,8 @@ class Inputs:
             return batch
         if bins and getattr(self.config, "max_length", None):  # a spectrogram under the name of a wave (AST)
             batch = {"input_values": self._floats(batch_size, self.config.max_length, bins)}
+        elif hasattr(self.config, "codebook_size"):  # a codec takes [batch, channels, samples]
+            batch = {"input_values": self._floats(batch_size, getattr(self.config, "audio_channels", 1), seq_len)}
         else:
             batch = {"input_values": self._floats(batch_size, seq_len)}
         if self.task == "ctc":

@@ -19,6 +19,9 @@ _MAX_BATCH = 1 << 14
 _SEQ_STEP = 16  # lengths are searched in these steps, as people choose them ...
 _MIN_STEPS = 2  # ... from here on: shorter ones are traced one by one (family.py), and nobody trains on them
 _MAX_REMEDIES = 6
+_USUAL_CARDS = (
+    "t4", "rtx-4090", "rtx-5090", "l40s", "a100-sxm-40gb", "rtx-pro-6000-blackwell", "a100-sxm-80gb", "h200-sxm-141gb", "b200", "b300",
+)  # fmt: skip  # one of each memory size, as people rent them
 
 
 def advise(prediction: Prediction, request: Request, traces: TraceSource) -> Prediction:
@@ -147,6 +150,7 @@ def remedies(request: Request, traces: TraceSource, prediction: Prediction) -> l
         found = _smaller(request, traces) + found
     if not found:
         found = _combined(request, traces, prediction)
+    found = found[: _MAX_REMEDIES - 1] + _larger_card(request, traces, prediction)
     if not found:
         near.sort(key=lambda pair: pair[0].reserved_peak_bytes)
         found = [remedy for remedy, _ in near[:3]]
@@ -254,6 +258,20 @@ def _smaller(request: Request, traces: TraceSource) -> list[Remedy]:
         if remedy and remedy.verdict in (Verdict.FITS, Verdict.TIGHT):
             found.append(remedy)
     return found
+
+
+def _larger_card(request: Request, traces: TraceSource, prediction: Prediction) -> list[Remedy]:
+    """The smallest of the usual cards on which it fits as it is."""
+    from ..hardware.catalogue import device
+
+    cards = sorted(map(device, _USUAL_CARDS), key=lambda d: d.usable_bytes)
+    for card in cards:
+        if card.usable_bytes < prediction.reserved_peak_bytes:
+            continue
+        remedy = _try(_Change(f"a card with more memory, as it is: {card.name}", f"--gpu {card.key}", request.but(device=card)), traces)
+        if remedy and remedy.verdict is Verdict.FITS:
+            return [remedy]
+    return []
 
 
 def _combined(request: Request, traces: TraceSource, prediction: Prediction) -> list[Remedy]:

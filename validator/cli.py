@@ -1,4 +1,4 @@
-"""The command `validate` (and `accuracy`, see `accuracy_cli`): runs the step for real and compares it with the prediction."""
+"""The command `validate` (`accuracy` is in `accuracy_cli`): runs the step for real and compares it with the prediction."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 _ABOUT = """Runs one or more training steps of MODEL for real, on this machine's GPU or else on its CPU, measures every phase,
     and compares with the prediction.  Weights are random: nothing is downloaded but a model's config.
-    Exit code 0: the peaks agree, 1: they do not, 2: it could not be run."""
+    With --suite, many models at once and no MODEL.  Exit code 0: the peaks agree, 1: they do not (or one of a suite could not
+    be run), 2: it could not be run."""
 
 
 def add_commands(commands: Any) -> None:
@@ -44,6 +45,15 @@ def add_commands(commands: Any) -> None:
     kept.add_argument("--record", action=argparse.BooleanOptionalAction, default=True, help="remember the result (default)")
     kept.add_argument("--store", metavar="PATH", help="where results are remembered (default: memplan's own folder)")
     kept.add_argument("--records", action="store_true", help="list what was validated before, and run nothing")
+    many = parser.add_argument_group("many models at once, on the CPU")
+    many.add_argument(
+        "--suite",
+        choices=("zoo", "types"),
+        help="zoo: every architecture of memplan's zoo, run for real; types: every model type of transformers, traced only",
+    )
+    many.add_argument("--only", metavar="NAME,...", help="these models of the suite (default: all)")
+    many.add_argument("--jobs", type=int, metavar="N", help="models at once (default: one a core, 4 at most)")
+    many.add_argument("--write", metavar="FILE.md", help="put the table into a Markdown page as well; its other parts stay")
     parser.add_argument("--json", action="store_true", help="print JSON; sizes in bytes")
     parser.set_defaults(run=run_validate, gpu="auto", gpu_memory=None, gpus=None, nodes=None)
 
@@ -52,6 +62,11 @@ def run_validate(args: argparse.Namespace) -> int:
     """Prints the comparison, or the records; 0 agrees, 1 differs, 2 could not run."""
     import json
 
+    if args.suite is not None:
+        return _run_suite(args)
+    for option in ("only", "jobs", "write"):
+        if getattr(args, option) is not None:
+            raise UserError(f"--{option} belongs to --suite", "Add --suite zoo, or leave it out")
     if args.records:
         from .store import records
 
@@ -68,6 +83,45 @@ def run_validate(args: argparse.Namespace) -> int:
     return comparison.exit_code
 
 
+def _run_suite(args: argparse.Namespace) -> int:
+    """Lines of progress go to stderr, the table to stdout."""
+    import json
+    import sys
+
+    from .suite import run_suite
+    from .suite_report import write_section
+
+    if args.model is not None:
+        raise UserError(
+            f"--suite {args.suite} takes no MODEL, got {args.model}", "Use --only NAME,... to choose from the suite"
+        )
+    if args.jobs is not None and args.jobs < 1:
+        raise UserError(f"--jobs {args.jobs}: must be 1 or more", "Leave it out for the default")
+    _check_timeout(args.timeout)
+    result = run_suite(
+        args.suite,
+        only=[name for name in (args.only or "").split(",") if name],
+        tolerance=args.tolerance,
+        timeout_s=args.timeout,
+        workers=args.jobs,
+        on_done=lambda line: print(line, file=sys.stderr, flush=True),
+    )
+    if args.write is not None:
+        write_section(result, args.write)
+    if args.json:
+        from importlib.metadata import version
+
+        print(json.dumps({"version": version("memplan"), **result.to_json()}, indent=2))
+    else:
+        print(result)
+    return result.exit_code
+
+
+def _check_timeout(timeout_s: float | None) -> None:
+    if timeout_s is not None and timeout_s <= 0:
+        raise UserError(f"--timeout {timeout_s:g}: must be more than 0", "Leave it out to wait")
+
+
 def _compare(args: argparse.Namespace) -> Comparison:
     from dataclasses import replace
 
@@ -82,8 +136,7 @@ def _compare(args: argparse.Namespace) -> Comparison:
     for option, least in (("steps", 1), ("threads", 0)):
         if getattr(args, option) < least:
             raise UserError(f"--{option} {getattr(args, option)}: must be {least} or more", "Leave it out for the default")
-    if args.timeout is not None and args.timeout <= 0:
-        raise UserError(f"--timeout {args.timeout:g}: must be more than 0", "Leave it out to wait")
+    _check_timeout(args.timeout)
     device = resolve_device(args.device)
     args.gpu = "auto" if device == "cuda" else ANY_GPU
     missing = not_modelled(args)

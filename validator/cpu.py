@@ -5,8 +5,9 @@ inside the measured region too, so that everything it keeps is counted, whatever
 
 Two things are told apart from the step's own memory, because a GPU run does not have them on the device:
 
-* what lies on the **host** whatever the device: the loader's batch, the saved states of the CPU's random generator, and the
-  numbers of Python code (`x * 0.5` makes a tensor of 8 bytes of the 0.5, which autograd may keep);
+* what lies on the **host** whatever the device: the loader's batch, the saved states of the CPU's random generator, tensors
+  that a module holds as plain attributes (`module.to(device)` moves parameters and buffers only), and the numbers of Python
+  code (`x * 0.5` makes a tensor of 8 bytes of the 0.5, which autograd may keep);
 * **kernel scratch**: blocks that a CPU kernel makes and drops inside one op (oneDNN reorders the operands of a 16-bit matmul
   and of a convolution, for instance).  They are measured, named, and kept out of the live bytes; a GPU's kernels have their
   own, which `planner.kernels` knows.
@@ -24,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from .loop import HOST, Running, run
 from .measurement import MOMENTS, PHASES, STEPS, PhaseBytes, Usage
-from .tensors import component_bytes
+from .tensors import component_bytes, plain_tensor_bytes
 
 if TYPE_CHECKING:
     from ..planner.request import Request
@@ -42,6 +43,8 @@ class MemoryEvent:
 
     time_ns: int
     delta_bytes: int
+    address: int = 0
+    """Of the block; 0 where it is not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +71,7 @@ def measure(request: Request, outputs: Outputs, *, threads: int | None = 1) -> U
         recorded = record(request)
     finally:
         torch.set_num_threads(before)
-    return usage(recorded.profile, recorded.components, outputs)
+    return usage(recorded.profile, recorded.components, outputs, constant_bytes=recorded.constant_bytes)
 
 
 def leaf_outputs(trace: StepTrace) -> Outputs:
@@ -109,6 +112,8 @@ class Profile:
 class Recorded:
     profile: Profile
     components: dict[str, dict[str, int]]
+    constant_bytes: int = 0
+    """Of tensors that the module holds as plain attributes since it was built."""
 
 
 def record(request: Request) -> Recorded:
@@ -119,9 +124,13 @@ def record(request: Request) -> Recorded:
     gc.collect()  # nothing made before may die inside
     running = Running()
     components: dict[str, dict[str, int]] = {}
+    constant_bytes = 0
     last: list[str] = []
 
     def mark(phase: str, iteration: int) -> None:
+        nonlocal constant_bytes
+        if last and last[-1] == "build" and running.module is not None:
+            constant_bytes = plain_tensor_bytes(running.module)
         if last and last[-1] in MOMENTS and running.module is not None:
             components[last[-1]] = component_bytes(running.module, running.optimizer)
         with record_function(f"{_PREFIX}{phase} {iteration}"):
@@ -130,7 +139,9 @@ def record(request: Request) -> Recorded:
 
     with torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler, _random_state_on_host():
         run(request, mark, running=running)
-    return Recorded(parse(profiler.profiler.kineto_results.events()), components)
+    results = profiler.profiler.kineto_results
+    profile = _with_addresses(parse(results.events()), results.experimental_event_tree())
+    return Recorded(profile, components, constant_bytes)
 
 
 def parse(kineto_events: Sequence[Any]) -> Profile:
@@ -152,13 +163,32 @@ def parse(kineto_events: Sequence[Any]) -> Profile:
     return Profile(tuple(memory), tuple(marks), tuple(spans))
 
 
-def usage(profile: Profile, components: dict[str, dict[str, int]], outputs: Outputs) -> Usage:
-    """Peaks per phase of the first step and of the later ones.  `outputs`: see `leaf_outputs`."""
-    scratch = _scratch(profile, outputs)
+def _with_addresses(profile: Profile, event_tree: Sequence[Any]) -> Profile:
+    """The same with the blocks' addresses, which only the profiler's event tree has; without them where the two disagree."""
+    found: list[tuple[int, int, int]] = []
+    nodes = list(event_tree)
+    while nodes:
+        node = nodes.pop()
+        nodes += node.children
+        if node.tag.name == "Allocation" and node.extra_fields.device.type == "cpu":
+            found.append((node.start_time_ns, node.extra_fields.alloc_size, node.extra_fields.ptr))
+    found.sort(key=lambda e: e[0])
+    if [e[:2] for e in found] != [(e.time_ns, e.delta_bytes) for e in profile.events]:
+        return profile
+    return replace(profile, events=tuple(MemoryEvent(*e) for e in found))
+
+
+def usage(profile: Profile, components: dict[str, dict[str, int]], outputs: Outputs, *, constant_bytes: int = 0) -> Usage:
+    """Peaks per phase of the first step and of the later ones.  `outputs`: see `leaf_outputs`.
+
+    `constant_bytes`: part of what the building of the model made, left out because it lies on the host.
+    """
     host = _inside(profile, [s for s in profile.spans if s.name == _HOST_SPAN]) | _numbers(profile)
+    scratch = _scratch(profile, outputs, host)
     found: dict[tuple[str, str], PhaseBytes] = {}
     with_scratch: dict[str, int] = {}
-    live = raw = position = raw_peak = 0
+    live = raw = -constant_bytes
+    position = raw_peak = 0
     raw_op = ""
     events, marks = profile.events, profile.marks
     while marks and position < len(events) and events[position].time_ns < marks[0].time_ns:
@@ -197,26 +227,27 @@ def usage(profile: Profile, components: dict[str, dict[str, int]], outputs: Outp
     return result
 
 
-def _scratch(profile: Profile, outputs: Outputs) -> dict[int, str]:
+def _scratch(profile: Profile, outputs: Outputs, host: set[int]) -> dict[int, str]:
     """Indices of the events of blocks that one leaf op makes and drops, with the op's name.
 
     An op of which not all that a call returns outlives it was stopped early (the end of a recomputation): a block of such a
-    size is then the result itself.  Kineto gives no addresses here: a free pairs with the youngest block of its size that the
-    op has made, which for equal sizes cannot change a sum.
+    size is then the result itself.  `host`: events that are not the op's own.
     """
     scratch: dict[int, str] = {}
     for span, inside in _groups(profile, _outermost([s for s in profile.spans if s.name in outputs])):
-        alive: dict[int, list[int]] = {}
+        alive: dict[tuple[int, int], list[int]] = {}
         pairs: list[tuple[int, int, int]] = []
         for index in inside:
-            delta = profile.events[index].delta_bytes
+            address, delta = profile.events[index].address, profile.events[index].delta_bytes
+            if index in host:
+                continue
             if delta > 0:
-                alive.setdefault(delta, []).append(index)
-            elif alive.get(-delta):
-                pairs.append((-delta, alive[-delta].pop(), index))
+                alive.setdefault((address, delta), []).append(index)
+            elif births := alive.get((address, -delta)):
+                pairs.append((-delta, births.pop(), index))
         if not pairs:
             continue
-        left = Counter({nbytes: len(births) for nbytes, births in alive.items()})
+        left = Counter(nbytes for (_, nbytes), births in alive.items() for _ in births)
         results = (
             set() if any(Counter(call) <= left for call in outputs[span.name]) else {n for c in outputs[span.name] for n in c}
         )
@@ -230,29 +261,24 @@ def _numbers(profile: Profile) -> set[int]:
     """Indices of the events of Python numbers that torch made into tensors.
 
     torch wraps a number before it enters an op (torch/csrc/autograd/python_arg_parser.cpp, `scalar_to_tensor`), so that its
-    block is born outside of every op, where no other can be; casts of it are born and die inside one op.  A free pairs by size,
-    as in `_scratch`.
+    block is born outside of every op, where no other of its size can be; casts of it are born and die inside one op.
     """
-    found: set[int] = set()
     spans = _outermost([s for s in profile.spans if s.name != _HOST_SPAN])
-    within: set[int] = set()
-    for _, inside in _groups(profile, spans):
-        own: dict[int, list[int]] = {}
-        for index in inside:
-            delta = profile.events[index].delta_bytes
-            if 0 < delta <= _NUMBER_BYTES:  # one number: a tensor of two would be the step's own
-                own.setdefault(delta, []).append(index)
-                within.add(index)
-            elif own.get(-delta):
-                found |= {own[-delta].pop(), index}
-                within.add(index)
-    wrapped: list[int] = []
+    inside_of: dict[int, int] = {}
+    for number, (_, inside) in enumerate(_groups(profile, spans)):
+        inside_of |= dict.fromkeys(inside, number)
+    found: set[int] = set()
+    born: dict[tuple[int, int], list[int]] = {}
     for index, event in enumerate(profile.events):
-        if index not in within and event.delta_bytes == _NUMBER_BYTES:
-            wrapped.append(index)
-        elif index not in within and event.delta_bytes == -_NUMBER_BYTES and wrapped:
-            found |= {wrapped.pop(), index}
-    return found | set(wrapped)
+        if 0 < event.delta_bytes <= _NUMBER_BYTES:
+            born.setdefault((event.address, event.delta_bytes), []).append(index)
+            if event.delta_bytes == _NUMBER_BYTES and index not in inside_of:
+                found.add(index)
+        elif births := born.get((event.address, -event.delta_bytes)):
+            birth = births.pop()
+            if birth in found or (birth in inside_of and inside_of[birth] == inside_of.get(index)):
+                found |= {birth, index}
+    return found
 
 
 def _outermost(spans: Sequence[Span]) -> list[Span]:

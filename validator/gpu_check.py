@@ -79,10 +79,10 @@ class Result:
 
     @property
     def agrees(self) -> bool:
-        """The peaks agree; or it ran out of memory, and that was predicted."""
+        """The peaks agree, and so does the verdict: it ran out of memory where it was said not to fit, and nowhere else."""
         if self.out_of_memory:
             return self.verdict == "does_not_fit"
-        return self.comparison.agrees
+        return self.comparison.agrees and self.verdict != "does_not_fit"
 
     @property
     def measured_device_bytes(self) -> int | None:
@@ -137,15 +137,15 @@ def forecast(request: Request) -> Forecast:
 
 
 @contextlib.contextmanager
-def _forecasts(requests: Sequence[Request]) -> Iterator[list[Future[Forecast]]]:
-    """The forecasts of `requests`, made in other processes: neither the order nor the GPU waits for them."""
+def _processes() -> Iterator[ProcessPoolExecutor]:
+    """Where predictions are made, beside the run on the GPU; what has not begun when it ends is dropped."""
     import multiprocessing
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     context = multiprocessing.get_context("spawn")  # a forked process could not use torch's threads
     with ProcessPoolExecutor(max(1, min(8, cores - 1)), mp_context=context) as pool:
         try:
-            yield [pool.submit(forecast, request) for request in requests]
+            yield pool
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
@@ -155,6 +155,9 @@ def _forecasts(requests: Sequence[Request]) -> Iterator[list[Future[Forecast]]]:
 
 class Worker:
     """A process that holds the GPU and runs jobs, one line each (`run_worker`); started when first asked."""
+
+    # -P: a file of the user's folder must not stand in for a module of torch's
+    command: Sequence[str] = (sys.executable, "-P", "-m", f"{__package__}.gpu_check", "--worker")
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
@@ -166,9 +169,8 @@ class Worker:
 
         process = self._process
         if process is None or process.poll() is not None:
-            command = [sys.executable, "-P", "-m", f"{__package__}.gpu_check", "--worker"]
             process = self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._words, text=True
+                self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._words, text=True
             )
         assert process.stdin is not None
         assert process.stdout is not None
@@ -224,12 +226,17 @@ def run_worker() -> int:
 
 @contextlib.contextmanager
 def _without_initialisation() -> Iterator[None]:
-    """transformers' models are made without filling their weights, which takes a minute for 8 billion: memory is the same."""
+    """transformers' models are made with zeros for weights: random ones take a minute for 8 billion, and memory is the same."""
     from transformers import PreTrainedModel
     from transformers.initialization import no_init_weights
 
+    def with_zeros(module: Any) -> None:
+        for param in module.parameters():
+            param.data.zero_()  # left as it is found it may be NaN, and a GradScaler then skips the step
+        module.tie_weights()
+
     with no_init_weights():
-        PreTrainedModel.init_weights = lambda self: self.tie_weights()  # type: ignore[method-assign]  # restored with the rest
+        PreTrainedModel.init_weights = with_zeros  # type: ignore[method-assign]  # put back with the rest
         yield
 
 
@@ -332,9 +339,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--dry-run", action="store_true", help="print the predictions and run nothing")
     parser.add_argument("--gpu", default="auto", metavar="KEY", help="with --dry-run: the card (default: this machine's)")
     parser.add_argument("--only", default="", metavar="TEXT", help="only cases with TEXT in their name")
-    parser.add_argument(
-        "--budget", type=float, default=_BUDGET_S, metavar="S", help=f"seconds in all (default: {_BUDGET_S:.0f})"
-    )
+    budget = f"no case begins after so many seconds (default: {_BUDGET_S:.0f})"
+    parser.add_argument("--budget", type=float, default=_BUDGET_S, metavar="S", help=budget)
     parser.add_argument("--out", default="measurements", metavar="FOLDER", help="where the rows go (default: measurements)")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
@@ -357,8 +363,8 @@ def dry_run(cases: Sequence[Case], gpu: str) -> int:
     requests = [request_of(case, gpu) for case in cases]
     print(f"predicted for {requests[0].device.name}\n{_line(_HEADS)}")
     failed = 0
-    with _forecasts(requests) as forecasts:
-        for case, future in zip(cases, forecasts, strict=True):
+    with _processes() as pool:
+        for case, future in zip(cases, [pool.submit(forecast, request) for request in requests], strict=True):
             expected = future.result()
             if expected.usage is None:
                 failed += 1
@@ -383,33 +389,45 @@ def check(cases: Sequence[Case], *, budget_s: float, folder: Path) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     rows_file = folder / f"{re.sub(r'[^a-z0-9]+', '-', name.lower())}-{datetime.now(UTC):%Y-%m-%d}.jsonl"
     print(f"{name}: {len(cases)} cases, {budget_s:.0f} s\n{_line(_HEADS)}", flush=True)
-    worker, results, skipped = Worker(), [], []
-    with _forecasts(requests) as forecasts, tempfile.TemporaryDirectory(prefix="memplan-") as scratch:
+    worker = Worker()
+    results: list[Result] = []
+    skipped: list[str] = []
+    histories: dict[str, Future[Events]] = {}
+
+    def write() -> None:
+        write_whole(rows_file, "".join(json.dumps(r.to_json()) + "\n" for r in results))
+
+    with tempfile.TemporaryDirectory(prefix="memplan-") as scratch, _processes() as pool:
+        forecasts = [pool.submit(forecast, request) for request in requests]
         try:
             for case, request, future in zip(cases, requests, forecasts, strict=True):
-                left = budget_s - (time.monotonic() - began)
+                started = time.monotonic()
+                left = budget_s - (started - began)
                 if left <= 0:
                     skipped.append(case.name)
                     continue
-                started = time.monotonic()
-                snapshot = Path(scratch, f"{case.name}.pickle") if case.recorded else None
-                job = Job(request=request, device="cuda", snapshot=str(snapshot) if snapshot else None)
+                snapshot = Path(scratch, f"{case.name}.pickle")
+                job = Job(request=request, device="cuda", snapshot=str(snapshot) if case.recorded else None)
                 outcome, versions = worker.run(job, left)
                 seconds = time.monotonic() - started
-                result = judge(case, request, future.result(), outcome, versions, seconds)
-                if snapshot is not None and snapshot.exists():
-                    try:
-                        result = replace(result, events=compare_events(snapshot, request))
-                    except MemplanError as error:
-                        print(f"  {case.name}: its memory history cannot be compared: {error}")
-                    snapshot.unlink()
-                results.append(result)
-                print(_shown(result), flush=True)
-                write_whole(rows_file, "".join(json.dumps(r.to_json()) + "\n" for r in results))
+                results.append(judge(case, request, future.result(), outcome, versions, seconds))
+                if snapshot.exists():
+                    histories[case.name] = pool.submit(compare_events, snapshot, request)
+                print(_shown(results[-1]), flush=True)
+                write()
         finally:
             worker.end()
+        print()
+        for at, result in enumerate(results):
+            if result.case in histories:
+                try:
+                    results[at] = replace(result, events=histories[result.case].result())
+                    print(_shown_events(results[at]), flush=True)
+                except MemplanError as error:
+                    print(f"{result.case}: its memory history cannot be compared: {error}")
+        write()
     wrong = [result.case for result in results if not result.agrees]
-    print(f"\n{len(results) - len(wrong)} of {len(results)} agree within {_tolerance():.0%}; rows in {rows_file}")
+    print(f"{len(results) - len(wrong)} of {len(results)} agree within {_tolerance():.0%}; rows in {rows_file}")
     if wrong:
         print(f"do not agree: {', '.join(wrong)}")
     if skipped:
@@ -437,14 +455,16 @@ def _shown(result: Result) -> str:
     cells = [text for mine, real in pairs for text in (gib(mine), gib(real), f"{mine / real:.4f}" if real else "-")]
     device = result.measured_device_bytes
     cells += [gib(result.predicted_device_bytes), gib(device) if device is not None else "-", f"{result.seconds:.1f}"]
-    line = _line([result.case, *cells]) + ("" if result.agrees else "  DIFFERS")
-    if result.events is not None:
-        e = result.events
-        line += (
-            f"\n  {'':{_WIDTHS[0] - 2}}events: {e.num_equal} equal of {e.num_predicted} predicted, {e.num_recorded} recorded; "
-            f"from the start: allocated {e.allocated_ratio:.4f}, reserved {e.reserved_ratio:.4f}"
-        )
-    return line
+    return _line([result.case, *cells]) + ("" if result.agrees else "  DIFFERS")
+
+
+def _shown_events(result: Result) -> str:
+    e = result.events
+    assert e is not None
+    return (
+        f"{result.case:{_WIDTHS[0]}}  of {e.num_recorded} recorded events {e.num_equal} are predicted in their order "
+        f"({e.num_predicted} predicted); peak allocated {e.allocated_ratio:.5f}, reserved {e.reserved_ratio:.5f}"
+    )
 
 
 if __name__ == "__main__":

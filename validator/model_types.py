@@ -19,7 +19,7 @@ _TASKS = (
     "causal-lm", "masked-lm", "seq2seq-lm", "image-classification", "image-text-to-text", "ctc", "speech-seq2seq",
     "seq-classification", "auto",
 )  # fmt: skip
-_PART = "part of another model: transformers has no class to train it by itself"
+PART = "part of another model: transformers has no class to train it by itself"
 
 
 def all_types() -> list[str]:
@@ -37,7 +37,7 @@ def traced(model_type: str) -> dict[str, Any]:
         return {"reason": f"no default config: {_line(error)}"}
     task, architecture = _task_of(model_type, config)
     if task is None:
-        return {"reason": _PART}
+        return {"reason": PART}
     if architecture is not None:
         config["architectures"] = [architecture]
     reason = ""
@@ -105,6 +105,7 @@ def _line(error: BaseException) -> str:
     return " ".join(str(error).split())[:200] or type(error).__name__
 
 
+RAISED = "its step raised an error on the example batch"
 # Reasons of many types, in few words: the first pattern that is found counts.
 _GROUPS = (
     (r"^part of another model", "is a part of another model and has no class to train it by itself"),
@@ -128,4 +129,4 @@ def group_of(reason: str) -> str:
         found = re.search(pattern, reason)
         if found:
             return found.expand(short)
-    return "its step raised an error on the example batch"
+    return RAISED

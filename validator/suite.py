@@ -121,6 +121,20 @@ class TypeRow:
 
         return group_of(self.reason) if self.reason else ""
 
+    @property
+    def is_part(self) -> bool:
+        """Whether there is no model to trace: a config of a part of other models."""
+        from .model_types import PART
+
+        return self.reason == PART
+
+    @property
+    def own_reason(self) -> bool:
+        """Whether the group says less than the reason."""
+        from .model_types import RAISED
+
+        return self.group == RAISED
+
     def to_json(self) -> dict[str, Any]:
         return {**vars(self), "group": self.group}
 
@@ -181,14 +195,15 @@ def run_suite(
     from ..planner.cache import library_versions
     from .pool import answers
 
+    if tolerance is not None and not 0 <= tolerance < 1:
+        raise UserError(f"--tolerance {tolerance:g}: expected a share between 0 and 1", "Write for example 0.01 for 1 %")
     if suite not in SUITES:
         raise UserError(f"--suite {suite!r} is not known", f"Choose one of {', '.join(SUITES)}")
     names = _names(suite, only)
     limit_s = DEFAULT_TIMEOUT_S[suite] if timeout_s is None else timeout_s
     allowed = TOLERANCE["cpu"] if tolerance is None else tolerance
-    count = workers or max(
-        1, min(_MAX_WORKERS, os.process_cpu_count() if hasattr(os, "process_cpu_count") else os.cpu_count() or 1)
-    )
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    count = workers or min(_MAX_WORKERS, cores)
     found: dict[str, dict[str, Any]] = {}
     for job, answer in answers([{"suite": suite, "name": name} for name in names], workers=count, timeout_s=limit_s):
         found[job["name"]] = answer

@@ -15,6 +15,13 @@ def component_bytes(module: Any, optimizer: Any, device: str = "cpu") -> dict[st
     return {name: _bytes(tensors, seen, device) for name, tensors in parts}
 
 
+def plain_tensor_bytes(module: Any, device: str = "cpu") -> int:
+    """Bytes on `device` of what modules hold as plain attributes: neither parameter nor buffer, so `to` does not move it."""
+    seen: set[int] = set()
+    _bytes((*module.parameters(), *module.buffers()), seen, device)
+    return _bytes((t for part in module.modules() for t in _tensors(list(vars(part).values()))), seen, device)
+
+
 def _bytes(tensors: Iterable[Any], seen: set[int], device: str) -> int:
     total = 0
     for tensor in tensors:

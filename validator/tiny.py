@@ -39,7 +39,7 @@ _WIDTH_KEY = re.compile(
 )
 _WIDTHS = (
     (re.compile(r".*(intermediate_size|ffn_dim|ffn_hidden_size)|d_ff|mlp_dim|dim_feedforward|n_inner"), _FFN),
-    (re.compile(r"num_key_value_heads|n_kv_heads?|num_kv_heads"), _KV_HEADS),
+    (re.compile(r"(.*_)?num_key_value_heads|n_kv_heads?|num_kv_heads"), _KV_HEADS),
     (re.compile(r"(.*_)?(num_)?attention_heads|num_heads|n_heads?|.*_num_heads"), _HEADS),
     (re.compile(r"head_dim|d_kv|d_head|.*_head_dim"), _HEAD_DIM),
     (re.compile(r"rotary_dim"), _HEAD_DIM // 2),

@@ -57,51 +57,82 @@ def _merged(config: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any
     return config
 
 
-def _all(kind: str, task: str, *names: str | tuple[str, Mapping[str, Any]], seq_len: int = SEQ_LEN) -> list[Architecture]:
-    pairs = [(entry, {}) if isinstance(entry, str) else entry for entry in names]
-    return [Architecture(name=name, kind=kind, task=task, config=config, seq_len=seq_len) for name, config in pairs]
+# What differs from the narrow config, by architecture.
+_SPECIAL: Mapping[str, Mapping[str, Any]] = {
+    "gemma2": _WINDOW,
+    "gemma3_text": _WINDOW,
+    "gpt_oss": _WINDOW,
+    "cohere2": _WINDOW,
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "nemotron": {"num_key_value_heads": 2},
+    "mamba2": {"num_heads": 8},
+    "falcon_h1": {"mamba_d_ssm": 128, "mamba_n_heads": 8, "mamba_d_head": 16},
+    "bamba": {"mamba_n_heads": 8, "mamba_d_head": 16},
+    "zamba2": {"mamba_headdim": 16, "attention_hidden_size": 128, "attention_head_dim": 32},
+    "funnel": {"block_sizes": [1, 1, 1]},
+    "mobilebert": {"hidden_size": 128, "true_hidden_size": 64, "intra_bottleneck_size": 64},
+    "esm": {"vocab_size": 33, "pad_token_id": 1, "mask_token_id": 32},
+    "swin": _STAGES,
+    "swinv2": _STAGES,
+    "efficientnet": {"width_coefficient": 1.0, "depth_coefficient": 0.5, "hidden_dim": 1280},
+    "wav2vec2-bert": {"vocab_size": 32, "max_source_positions": 100},
+    "speech_to_text": {"max_source_positions": 400},
+    "moonshine": {"pad_token_id": 0},
+    "siglip": {"text_config": {"projection_size": 64}},
+    "vilt": {"max_position_embeddings": 128},
+    "qwen2_vl": _MROPE,
+    "qwen2_5_vl": _MROPE,
+}
+
+
+def _all(kind: str, task: str, *names: str, seq_len: int = SEQ_LEN) -> list[Architecture]:
+    return [Architecture(name=n, kind=kind, task=task, config=_SPECIAL.get(n, {}), seq_len=seq_len) for n in names]
 
 
 ZOO: tuple[Architecture, ...] = (
     *_all(
-        "causal",
-        "causal-lm",
-        "llama", "mistral", "mixtral", "gemma", ("gemma2", _WINDOW), ("gemma3_text", _WINDOW), "qwen2", "qwen2_moe", "qwen3",
-        "qwen3_moe", "qwen3_next", "gpt2", "gpt_neo", "gpt_neox", "gptj", "gpt_bigcode", ("gpt_oss", _WINDOW), "opt", "bloom",
-        "falcon", "mpt", "phi", "phi3", "stablelm", "olmo", "olmo2", "olmoe", "granite", "granitemoe", "cohere",
-        ("cohere2", _WINDOW), "starcoder2", "smollm3", ("deepseek_v2", {"num_experts_per_tok": 2}), "deepseek_v3", "glm4", ("nemotron", {"num_key_value_heads": 2}), "codegen", "xglm",
-        "biogpt", "persimmon", "helium", "exaone4", "lfm2", "bitnet", "ctrl", "openai-gpt", "xlnet", "mamba", ("mamba2", {"num_heads": 8}),
-        ("falcon_h1", {"mamba_d_ssm": 128, "mamba_n_heads": 8, "mamba_d_head": 16}),
-        ("bamba", {"mamba_n_heads": 8, "mamba_d_head": 16}), "jamba", ("zamba2", {"mamba_headdim": 16}), "recurrent_gemma", "rwkv", "minimax", "nanochat", "ernie4_5", "arcee",
-        "modernbert-decoder", "seed_oss",
+        "causal", "causal-lm",
+        "llama", "mistral", "mixtral", "gemma", "gemma2", "gemma3_text", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe",
+        "qwen3_next", "gpt2", "gpt_neo", "gpt_neox", "gptj", "gpt_bigcode", "gpt_oss", "opt", "bloom", "falcon", "mpt", "phi",
+        "phi3", "stablelm", "olmo", "olmo2", "olmoe", "granite", "granitemoe", "cohere", "cohere2", "starcoder2", "smollm3",
+        "deepseek_v2", "deepseek_v3", "glm4", "nemotron", "codegen", "xglm", "biogpt", "persimmon", "helium", "exaone4",
+        "lfm2", "bitnet", "ctrl", "openai-gpt", "xlnet", "mamba", "mamba2", "falcon_h1", "bamba", "jamba", "zamba2",
+        "recurrent_gemma", "rwkv", "minimax", "nanochat", "ernie4_5", "arcee", "modernbert-decoder", "seed_oss",
     ),
     *_all(
-        "masked",
-        "masked-lm",
+        "masked", "masked-lm",
         "bert", "roberta", "xlm-roberta", "distilbert", "albert", "electra", "deberta", "deberta-v2", "mpnet", "modernbert",
-        "convbert", ("funnel", {"block_sizes": [1, 1, 1]}), "fnet", "layoutlm", "big_bird", "nystromformer", "roformer", ("mobilebert", {"hidden_size": 128, "true_hidden_size": 64, "intra_bottleneck_size": 64}),
-        "squeezebert", "megatron-bert", "rembert", ("esm", {"vocab_size": 33, "pad_token_id": 1, "mask_token_id": 32}), "camembert", "yoso",
+        "convbert", "funnel", "fnet", "layoutlm", "big_bird", "nystromformer", "roformer", "mobilebert", "squeezebert",
+        "megatron-bert", "rembert", "esm", "camembert", "yoso",
     ),
     *_all(
-        "seq2seq",
-        "seq2seq-lm",
-        "t5", "mt5", "umt5", "longt5", "bart", "mbart", "pegasus", "pegasus_x", "marian", "m2m_100",
-        "blenderbot", "blenderbot-small", "led", "prophetnet", "fsmt", "plbart", "bigbird_pegasus", "nllb-moe",
+        "seq2seq", "seq2seq-lm",
+        "t5", "mt5", "umt5", "longt5", "bart", "mbart", "pegasus", "pegasus_x", "marian", "m2m_100", "blenderbot",
+        "blenderbot-small", "led", "prophetnet", "fsmt", "plbart", "bigbird_pegasus", "nllb-moe",
     ),
     *_all(
-        "vision",
-        "image-classification",
-        "vit", "deit", "beit", ("swin", _STAGES), ("swinv2", _STAGES), "dinov2", "dinov2_with_registers", "vit_msn", "ijepa", "resnet", "convnext",
-        "convnextv2", "regnet", ("efficientnet", {"width_coefficient": 1.0, "depth_coefficient": 0.5, "hidden_dim": 1280}), "mobilenet_v1", "mobilenet_v2", "mobilevit", "mobilevitv2", "levit", "pvt",
+        "vision", "image-classification",
+        "vit", "deit", "beit", "swin", "swinv2", "dinov2", "dinov2_with_registers", "vit_msn", "ijepa", "resnet", "convnext",
+        "convnextv2", "regnet", "efficientnet", "mobilenet_v1", "mobilenet_v2", "mobilevit", "mobilevitv2", "levit", "pvt",
         "pvt_v2", "segformer", "focalnet", "hiera", "poolformer", "cvt", "swiftformer", "bit", "data2vec-vision",
     ),
     *_all("vision", "auto", "vit_mae", "videomae", "yolos", "timesformer"),
-    *_all("audio", "ctc", "wav2vec2", "hubert", "wavlm", "sew", "sew-d", "unispeech", "unispeech-sat", seq_len=_WAVE),
-    *_all("audio", "ctc", ("wav2vec2-bert", {"vocab_size": 32})),
-    *_all("audio", "speech-seq2seq", "whisper", ("speech_to_text", {"max_source_positions": 400}), ("moonshine", {"pad_token_id": 0})),
+    *_all(
+        "audio", "ctc",
+        "wav2vec2", "hubert", "wavlm", "sew", "sew-d", "unispeech", "unispeech-sat",
+        seq_len=_WAVE,
+    ),
+    *_all("audio", "ctc", "wav2vec2-bert"),
+    *_all("audio", "speech-seq2seq", "whisper", "speech_to_text", "moonshine"),
     *_all("audio", "auto", "audio-spectrogram-transformer"),
-    *_all("multimodal", "auto", "clip", ("siglip", {"text_config": {"projection_size": 64}}), "blip", "chinese_clip", "altclip", "vilt", "flava"),
-    *_all("multimodal", "image-text-to-text", "llava", "paligemma", ("qwen2_vl", _MROPE), ("qwen2_5_vl", _MROPE), "idefics3", "internvl"),
+    *_all(
+        "multimodal", "auto",
+        "clip", "siglip", "blip", "chinese_clip", "altclip", "vilt", "flava",
+    ),
+    *_all(
+        "multimodal", "image-text-to-text",
+        "llava", "paligemma", "qwen2_vl", "qwen2_5_vl", "idefics3", "internvl",
+    ),
 )  # fmt: skip
 
 
@@ -110,7 +141,9 @@ def find(name: str) -> Architecture:
     found = next((a for a in ZOO if a.name == name), None)
     if found is None:
         hint = did_you_mean(name, [a.name for a in ZOO])
-        raise UserError(f"--only {name}: the zoo has no such architecture", hint or "--suite zoo --list shows all")
+        raise UserError(
+            f"--only {name}: the zoo has no such architecture", hint or "`memplan validate --suite zoo` goes through all"
+        )
     return found
 
 

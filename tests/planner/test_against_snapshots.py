@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +34,10 @@ SIZES = {  # hidden, intermediate, layers, heads
 }  # fmt: skip
 
 
-def decoder(size: str, gpu: str, *, seq: int, **options: Any) -> Request:
+def decoder(size: str, gpu: str, *, seq: int, full_slices: bool = False, **options: Any) -> Request:
     names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     sizes = {name: str(value) for name, value in zip(names, SIZES[size], strict=True)}
-    overrides = {**sizes, "max_position_embeddings": str(seq)}
+    overrides = {**sizes, "max_position_embeddings": str(seq), "full_slices": str(full_slices).lower()}
     return make_request(
         f"{DECODER}:build", gpu, overrides=overrides, micro_batch_size=4, seq_len=seq, keep_outputs=True, **options
     )
@@ -45,7 +46,7 @@ def decoder(size: str, gpu: str, *, seq: int, **options: Any) -> Request:
 @cache
 def first_step(name: str, size: str) -> Against:
     """One training step from the start, fp32, torch 2.6; a workspace of 32 MiB says Hopper."""
-    request = decoder(size, "h100-sxm-80gb", seq=128, precision="fp32")
+    request = decoder(size, "h100-sxm-80gb", seq=128, full_slices=True, precision="fp32")
     return against(read_snapshot(FOLDER / f"trace_{name}.json.gz"), 0, request, TraceSource(exact=True), torch_version="2.6")
 
 
@@ -63,13 +64,28 @@ def test_a_first_step_reaches_its_recorded_peaks(name: str, size: str) -> None:
 @pytest.mark.slow
 @needs_recordings
 @pytest.mark.parametrize(("name", "size"), [("005", "medium"), ("009", "large"), ("008", "xl"), ("006", "2.7B")])
-def test_every_allocation_of_a_first_step_is_predicted_in_its_order(name: str, size: str) -> None:
-    """But for one: the backward of the full slice that `w[ids, :]` still was in torch 2.6."""
+def test_every_event_of_a_first_step_is_predicted_in_its_order(name: str, size: str) -> None:
     found = first_step(name, size)
 
+    assert found.differences == ()
     for events in found.events:
-        assert events.num_equal_allocs == events.num_predicted_allocs
-        assert events.num_recorded_allocs - events.num_equal_allocs <= (events.phase == "backward")
+        assert events.num_equal == events.num_predicted == events.num_recorded
+    for peaks in found.peaks:
+        assert (peaks.allocated_ratio, peaks.reserved_ratio) == (1.0, 1.0)
+
+
+@pytest.mark.slow
+@needs_recordings
+def test_a_kernel_of_another_version_is_listed_as_a_difference() -> None:
+    """Without the slice that `w[ids, :]` still was in torch 2.6, its backward is missing."""
+    request = decoder("medium", "h100-sxm-80gb", seq=128, precision="fp32")
+
+    found = against(read_snapshot(FOLDER / "trace_005.json.gz"), 0, request, TraceSource(exact=True), torch_version="2.6")
+
+    (missing,) = found.differences
+    assert missing.phase == "backward"
+    assert missing.only_predicted == ()
+    assert missing.only_recorded == ("alloc 40,960,000", "free 40,960,000")
 
 
 @pytest.mark.slow
@@ -179,7 +195,7 @@ def test_an_alignment_pairs_equal_items_in_order_and_as_many_as_can_be_had(a: li
     pairs = aligned(a, b)
 
     assert all(a[i] == b[j] for i, j in pairs)
-    assert all(i < k and j < m for (i, j), (k, m) in zip(pairs, pairs[1:], strict=False))
+    assert all(i < k and j < m for (i, j), (k, m) in pairwise(pairs))
     assert len(pairs) == longest_common(a, b)
 
 
@@ -188,7 +204,7 @@ def test_an_alignment_that_gives_up_still_pairs_only_equal_items(a: list[int], b
     pairs = aligned(a, b, max_edits=2)
 
     assert all(a[i] == b[j] for i, j in pairs)
-    assert all(i < k and j < m for (i, j), (k, m) in zip(pairs, pairs[1:], strict=False))
+    assert all(i < k and j < m for (i, j), (k, m) in pairwise(pairs))
 
 
 def test_where_nothing_is_alike_only_the_beginning_is_compared() -> None:

@@ -76,8 +76,51 @@ def test_later_iterations_are_one_kind_of_step_and_the_worst_of_them_counts():
 
 def test_what_the_loader_makes_on_the_host_does_not_count():
     marks = [(0, "build", 0), (10, "host", 0), (20, "init", 0), (30, "forward", 0), (40, "end", 0)]
-    found = cpu.usage(profile([(1, 8), (11, 1000), (31, 2)], marks), {}, {})
-    assert found.peak_bytes == 10
+    found = cpu.usage(profile([(1, 80), (11, 1000), (31, 2)], marks), {}, {})
+    assert found.peak_bytes == 82
+
+
+def test_a_number_of_python_code_does_not_count_even_where_autograd_keeps_it():
+    import torch
+
+    def kept(make):
+        with torch.profiler.profile(profile_memory=True) as profiler:
+            with torch.profiler.record_function("memplan mark: forward 0"):
+                pass
+            x = torch.ones(100, requires_grad=True)
+            y = x * make()
+            with torch.profiler.record_function("memplan mark: end 0"):
+                pass
+        assert y.requires_grad
+        results = profiler.profiler.kineto_results
+        recorded = cpu._with_addresses(cpu.parse(results.events()), results.experimental_event_tree())
+        assert all(event.address for event in recorded.events)
+        return cpu.usage(recorded, {}, {}).phase("forward", "first").after_bytes
+
+    assert kept(lambda: 0.5) == 800
+    assert kept(lambda: torch.tensor(0.5)) == 800 + 4  # a tensor counts
+
+
+def test_a_small_tensor_that_an_op_makes_is_no_number():
+    found = cpu.usage(profile([(21, 8), (22, 8), (26, -8)], STEP, [(20, 21, "aten::rand")]), {}, {})
+    assert found.phase("forward", "first").after_bytes == 8
+
+
+def test_tensors_that_a_module_holds_as_plain_attributes_lie_on_the_host():
+    found = cpu.usage(profile([(1, 100), (21, 50)], STEP), {}, {}, constant_bytes=60)
+    assert found.phase("init", "first").after_bytes == 40
+    assert found.peak_bytes == 90
+
+
+def test_plain_tensors_are_told_from_parameters_and_buffers():
+    import torch
+    from memplan.validator.tensors import plain_tensor_bytes
+
+    module = torch.nn.BatchNorm1d(4)
+    assert plain_tensor_bytes(module) == 0
+    module.table = torch.zeros(10)
+    module.same = [module.table[:2], module.weight]
+    assert plain_tensor_bytes(module) == 40
 
 
 def test_a_block_that_a_leaf_op_makes_and_drops_is_scratch_with_the_name_of_the_op():

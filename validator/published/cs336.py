@@ -62,6 +62,8 @@ class RMSNorm(nn.Module):
 class Rotary(nn.Module):
     """Rotates pairs of features; cosines and sines are a table [2, positions, D / 2]."""
 
+    table: Tensor
+
     def __init__(self, positions: int, head_dim: int, theta: float = 10_000.0) -> None:
         super().__init__()
         powers = torch.arange(0, head_dim, 2) / head_dim

@@ -1,0 +1,193 @@
+"""How fast memplan answers, on this machine: `make bench`.  Prints a table, writes docs/benchmarks.md and benchmarks/latest.json.
+
+Whole processes are measured from outside (wall time, CPU time and peak resident memory of the child), each with a cache folder
+of its own.  The comparison with MemTracker is a ratio of CPU times in one run, so that it hardly depends on the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RUNS = 3
+GIB = 2**30
+FIT_8B = ("fit", "meta-llama/Llama-3.1-8B", "--gpu", "rtx-4090", "--micro-batch", "1", "--seq", "2048")
+FIT_405B = ("fit", "meta-llama/Llama-3.1-405B", "--gpu", "h200", "--micro-batch", "1", "--seq", "2048")
+
+
+@dataclass(frozen=True)
+class Child:
+    """What one process took: seconds, and bytes of resident memory at most."""
+
+    wall_s: float
+    cpu_s: float
+    rss_bytes: int
+    output: str
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One line of the table.  `values`: of every run, in the order of the runs; `best` is the least disturbed of them."""
+
+    what: str
+    unit: str
+    values: tuple[float, ...]
+    target: float
+    more_is_better: bool = False
+
+    @property
+    def best(self) -> float:
+        """For memory the largest: it is the one that has to fit."""
+        return max(self.values) if self.more_is_better or self.unit == "GiB" else min(self.values)
+
+    @property
+    def met(self) -> bool:
+        return self.best >= self.target if self.more_is_better else self.best <= self.target
+
+    def cells(self) -> tuple[str, ...]:
+        sign = ">=" if self.more_is_better else "<="
+        shown = (_number(x, self.unit) for x in (self.best, statistics.median(self.values)))
+        return (self.what, *shown, f"{sign} {_number(self.target, self.unit)}", "met" if self.met else "MISSED")
+
+
+def _number(value: float, unit: str) -> str:
+    return f"{value:,.0f} {unit}" if value >= 1000 else f"{value:.1f} {unit}" if unit == "x" else f"{value:.2f} {unit}"
+
+
+def run(arguments: Sequence[str], cache: Path, *, codes: Sequence[int] = (0,)) -> Child:
+    """Runs Python with `arguments` and this cache folder; raises SystemExit with its output for another exit code than `codes`."""
+    with tempfile.TemporaryFile() as output:
+        began = time.perf_counter()
+        environment = {**os.environ, "MEMPLAN_CACHE": str(cache)}
+        process = subprocess.Popen([sys.executable, *arguments], stdout=output, stderr=output, env=environment, cwd=cache)
+        _, status, usage = os.wait4(process.pid, 0)
+        wall_s = time.perf_counter() - began
+        process.returncode = os.waitstatus_to_exitcode(status)
+        output.seek(0)
+        text = output.read().decode(errors="replace")
+    if process.returncode not in codes:
+        raise SystemExit(f"{' '.join(arguments)} ended with {process.returncode}:\n{text}")
+    rss = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)  # getrusage(2): KiB on Linux, bytes on macOS
+    return Child(wall_s, usage.ru_utime + usage.ru_stime, rss, text)
+
+
+def memplan(arguments: Sequence[str], cache: Path) -> Child:
+    return run(["-m", "memplan", *arguments], cache, codes=(0, 1))  # 1 says that it does not fit, which is an answer
+
+
+def measure(say: Any) -> tuple[list[Figure], dict[str, Any]]:
+    """Every figure, and the single values that the ratio is made of."""
+    with tempfile.TemporaryDirectory(prefix="memplan-bench-") as folder:
+        caches = [Path(folder, str(number)) for number in range(2 * RUNS)]
+        for cache in caches:
+            cache.mkdir()
+        cold, cold_405b, known = caches[:RUNS], caches[RUNS:], caches[0]
+        say("memplan --help")
+        helps = [memplan(["--help"], known) for _ in range(RUNS)]
+        say("Llama-3.1-8B, nothing cached")
+        firsts = [memplan(FIT_8B, cache) for cache in cold]
+        say("Llama-3.1-8B from the cache")
+        verdicts = [memplan([*FIT_8B, "--no-advice"], known) for _ in range(RUNS)]
+        wholes = [memplan(FIT_8B, known) for _ in range(RUNS)]
+        say("Llama-3.1-405B, nothing cached")
+        larges = [memplan(FIT_405B, cache) for cache in cold_405b]
+        say("one step of Llama-3.1-8B: the allocator, memplan's trace, MemTracker (half a minute)")
+        script = str(Path(__file__).with_name("one_step.py"))
+        replays = [json.loads(run([script, "replay"], known).output) for _ in range(RUNS)]
+        empties = [Path(tempfile.mkdtemp(dir=folder)) for _ in range(RUNS)]  # the optimizer's rule is cached, too
+        ours = [json.loads(run([script, "memplan"], empty).output) for empty in empties]
+        theirs = json.loads(run([script, "mem-tracker"], empties[0]).output)
+    ratios = tuple(theirs["cpu_s"] / one["cpu_s"] for one in ours)
+    figures = [
+        Figure("`memplan --help`", "s", tuple(c.wall_s for c in helps), 0.3),
+        Figure("Llama-3.1-8B, whole answer, nothing cached", "s", tuple(c.wall_s for c in firsts), 6.0),
+        Figure("the same, peak resident memory", "GiB", tuple(c.rss_bytes / GIB for c in firsts), 1.0),
+        Figure("Llama-3.1-8B, verdict from the cache (`--no-advice`)", "s", tuple(c.wall_s for c in verdicts), 0.5),
+        Figure("Llama-3.1-8B, whole answer from the cache", "s", tuple(c.wall_s for c in wholes), 2.0),
+        Figure("Llama-3.1-405B, whole answer, nothing cached", "s", tuple(c.wall_s for c in larges), 10.0),
+        Figure("allocator replay", "events/s", tuple(r["events_per_s"] for r in replays), 100_000, more_is_better=True),
+        Figure("MemTracker's CPU time over memplan's", "x", ratios, 10.0, more_is_better=True),
+    ]
+    return figures, {
+        "memplan_cpu_s": [one["cpu_s"] for one in ours],
+        "mem_tracker": theirs,
+        "replay_events": replays[0]["events"],
+    }
+
+
+def surroundings() -> dict[str, Any]:
+    """What the figures depend on beside memplan."""
+    from memplan.hardware.detect import machine
+
+    here = machine()
+    return {
+        "made": datetime.now(UTC).isoformat(timespec="seconds"),
+        "processor": here.cpu_model,
+        "cores": here.cpu_cores,
+        "load_before": round(os.getloadavg()[0], 2),
+        "python": ".".join(map(str, sys.version_info[:3])),
+        **{name: version(name) for name in ("memplan", "torch", "transformers")},
+    }
+
+
+def page(figures: Sequence[Figure], around: dict[str, Any], detail: dict[str, Any]) -> str:
+    """docs/benchmarks.md."""
+    head = ("", "best", "median", "target", "")
+    rows = [head, ("---",) * len(head), *(figure.cells() for figure in figures)]
+    table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    ours, theirs = min(detail["memplan_cpu_s"]), detail["mem_tracker"]["cpu_s"]
+    return f"""# Benchmarks
+
+Made by `make bench` on {around["made"][:10]}: {around["processor"]}, {around["cores"]} cores (load {around["load_before"]} before
+the run), Python {around["python"]}, torch {around["torch"]}, transformers {around["transformers"]}, memplan {around["memplan"]}.
+{RUNS} runs each; MemTracker once. All the values are in `benchmarks/latest.json`.
+
+{table}
+
+- Times are of whole processes, from start to exit; "nothing cached" begins with an empty cache folder.
+- The 8B question is `memplan {" ".join(FIT_8B)}`; it does not fit, so the whole answer holds remedies.
+- The 405B question is `memplan {" ".join(FIT_405B)}`.
+- The replay plays the {detail["replay_events"]:,} events of two steps of Llama-3.1-8B through the caching allocator.
+- MemTracker is `torch.distributed._tools.mem_tracker.MemTracker` under `FakeTensorMode`, on a fake CPU, around forward, backward
+  and AdamW of the same Llama-3.1-8B (bf16, 1 x 2048): {theirs:.1f} CPU seconds. memplan builds the model, records the step and
+  simulates it on an A100 in {ours:.2f}. Imports are left out of both.
+"""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="exit code 1 where a target is missed")
+    args = parser.parse_args()
+    around = surroundings()
+    figures, detail = measure(lambda text: print(f"- {text}", file=sys.stderr, flush=True))
+    rows = [("", "best", "median", "target", ""), *(figure.cells() for figure in figures)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    for row in rows:
+        print("  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))]).rstrip())
+    results = [{**asdict(figure), "best": figure.best, "met": figure.met} for figure in figures]
+    _write(ROOT / "benchmarks" / "latest.json", json.dumps({**around, "figures": results, **detail}, indent=1) + "\n")
+    _write(ROOT / "docs" / "benchmarks.md", page(figures, around, detail))
+    return int(args.check and not all(figure.met for figure in figures))
+
+
+def _write(path: Path, text: str) -> None:
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    unfinished.write_text(text, encoding="utf-8")
+    os.replace(unfinished, path)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+"""The collection that ships with memplan, and a few of its rows against their measurements."""
+
+from pathlib import Path
+
+import pytest
+from memplan.planner.trace.source import TraceSource
+from memplan.validator.accuracy_rows import read_rows
+from memplan.validator.accuracy_score import score_row
+from memplan.validator.published.profiles import PROFILES
+
+HERE = Path(__file__).parents[2]
+OWN = HERE / "validator" / "published" / "rows.jsonl"
+SHARED = HERE.parent / "shared" / "measurements" / "published.jsonl"
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return {row.id: row for row in read_rows(OWN)[0]}
+
+
+@pytest.fixture(scope="module")
+def traces():
+    return TraceSource()
+
+
+def test_every_line_of_the_collection_is_a_row():
+    rows, problems = read_rows(OWN)
+
+    assert not problems
+    assert len(rows) > 1000
+
+
+def test_every_row_names_where_it_is_from(rows):
+    assert all(row.source.ref for row in rows.values())
+
+
+def test_every_profile_is_of_a_source_in_the_collection(rows):
+    assert set(PROFILES) <= {row.source.name for row in rows.values()}
+
+
+def test_the_collection_says_what_was_collected(rows):
+    if not SHARED.exists():
+        pytest.skip("the collection that this one was made from is not here")
+    given, problems = read_rows(SHARED)
+
+    assert not problems
+    assert {r.id: r.measured for r in given} == {i: r.measured for i, r in rows.items()}
+
+
+# Rows of every kind of model class in `published`, small enough to trace in seconds.
+@pytest.mark.parametrize(
+    ("row_id", "within"),
+    [
+        ("snap-005-0-alloc", 0.001),  # cs336, the first step
+        ("snap-064-0-alloc", 0.01),  # cs336_niu
+        ("liger-cross_entropy-liger-V4096", 0.001),  # loss_heads, in place
+        ("liger-cross_entropy-huggingface-V4096", 0.001),
+        ("liger-fused_linear_cross_entropy-liger-BT4096", 0.01),
+        ("liger-fused_linear_cross_entropy-huggingface-BT4096", 0.001),
+        ("rasbt-vitl-03-bf16true", 0.02),  # torchvision_vit
+        ("hfdoc-bertlarge-bs4-fp32", 0.02),  # older_torch
+        ("fms-a100_80gb-004", 0.01),  # language_models: shifted logits, a cache despite checkpoints
+        ("fms-a100_80gb_granite-008", 0.02),  # language_models: a loss in place
+    ],
+)
+def test_a_published_class_predicts_its_run(rows, traces, row_id, within):
+    scored = score_row(rows[row_id], traces)
+
+    assert scored.expressed, scored.reason
+    assert scored.ratio == pytest.approx(1, abs=within)
+
+
+@pytest.mark.slow
+def test_recomputing_more_blocks_at_once_needs_more(rows, traces):
+    peaks = [score_row(rows[f"cs336-enzo-ckpt-512-k{k}"], traces) for k in (1, 4, 16)]
+
+    assert [round(p.ratio, 2) for p in peaks] == [1.0, 1.0, 1.0]
+    assert peaks[0].predicted_bytes < peaks[1].predicted_bytes < peaks[2].predicted_bytes
