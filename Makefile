@@ -1,4 +1,5 @@
 # demo: one answer from a fresh clone.   test: the test suite.   check: only looks.   fix: repairs what check can repair.
+# bench: how fast the answers come.   gpu-check: predictions against this machine's GPU.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -6,10 +7,10 @@ INSTALL := DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --disable-pip-ver
 TYPED := -p memplan.hardware -p memplan.models -p memplan.planner -p memplan.validator \
 	-m memplan -m memplan.__main__ -m memplan.errors -m memplan.units
 
-.PHONY: help demo test check fix clean
+.PHONY: help demo test check fix bench gpu-check clean
 
 help:
-	@sed -n '1s/^# //p' Makefile
+	@sed -n '1,2s/^# //p' Makefile
 
 demo: $(VENV)/.plain
 	@$(BIN)/memplan fit meta-llama/Llama-3.1-8B --gpu rtx-4090 --micro-batch 1 --seq 2048; \
@@ -28,6 +29,12 @@ check: $(VENV)/.dev build/types/memplan
 fix: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+bench: $(VENV)/.plain
+	$(BIN)/python benchmarks/bench.py
+
+gpu-check: $(VENV)/.plain
+	$(BIN)/python -m memplan.validator.gpu_check
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -1,4 +1,4 @@
-"""How fast memplan answers, on this machine: `make bench`.  Prints a table, writes docs/benchmarks.md and benchmarks/latest.json.
+"""How fast memplan answers on this machine: `make bench`.  Writes docs/benchmarks.md and benchmarks/latest.json.
 
 Whole processes are measured from outside (wall time, CPU time and peak resident memory of the child), each with a cache folder
 of its own.  The comparison with MemTracker is a ratio of CPU times in one run, so that it hardly depends on the machine.
@@ -24,6 +24,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 RUNS = 3
 GIB = 2**30
+HEAD = ("", "best", "median", "CPU time", "target", "")
 FIT_8B = ("fit", "meta-llama/Llama-3.1-8B", "--gpu", "rtx-4090", "--micro-batch", "1", "--seq", "2048")
 FIT_405B = ("fit", "meta-llama/Llama-3.1-405B", "--gpu", "h200", "--micro-batch", "1", "--seq", "2048")
 
@@ -47,6 +48,8 @@ class Figure:
     values: tuple[float, ...]
     target: float
     more_is_better: bool = False
+    cpu_s: float | None = None
+    """Of the run with the least, where a process is timed: it says whether the machine was busy."""
 
     @property
     def best(self) -> float:
@@ -60,7 +63,8 @@ class Figure:
     def cells(self) -> tuple[str, ...]:
         sign = ">=" if self.more_is_better else "<="
         shown = (_number(x, self.unit) for x in (self.best, statistics.median(self.values)))
-        return (self.what, *shown, f"{sign} {_number(self.target, self.unit)}", "met" if self.met else "MISSED")
+        cpu = "" if self.cpu_s is None else _number(self.cpu_s, "s")
+        return (self.what, *shown, cpu, f"{sign} {_number(self.target, self.unit)}", "met" if self.met else "MISSED")
 
 
 def _number(value: float, unit: str) -> str:
@@ -68,7 +72,7 @@ def _number(value: float, unit: str) -> str:
 
 
 def run(arguments: Sequence[str], cache: Path, *, codes: Sequence[int] = (0,)) -> Child:
-    """Runs Python with `arguments` and this cache folder; raises SystemExit with its output for another exit code than `codes`."""
+    """Runs Python with `arguments` and this cache folder.  Raises SystemExit for another exit code than `codes`."""
     with tempfile.TemporaryFile() as output:
         began = time.perf_counter()
         environment = {**os.environ, "MEMPLAN_CACHE": str(cache)}
@@ -112,20 +116,20 @@ def measure(say: Any) -> tuple[list[Figure], dict[str, Any]]:
         theirs = json.loads(run([script, "mem-tracker"], empties[0]).output)
     ratios = tuple(theirs["cpu_s"] / one["cpu_s"] for one in ours)
     figures = [
-        Figure("`memplan --help`", "s", tuple(c.wall_s for c in helps), 0.3),
-        Figure("Llama-3.1-8B, whole answer, nothing cached", "s", tuple(c.wall_s for c in firsts), 6.0),
+        _wall("`memplan --help`", helps, 0.3),
+        _wall("Llama-3.1-8B, whole answer, nothing cached", firsts, 6.0),
         Figure("the same, peak resident memory", "GiB", tuple(c.rss_bytes / GIB for c in firsts), 1.0),
-        Figure("Llama-3.1-8B, verdict from the cache (`--no-advice`)", "s", tuple(c.wall_s for c in verdicts), 0.5),
-        Figure("Llama-3.1-8B, whole answer from the cache", "s", tuple(c.wall_s for c in wholes), 2.0),
-        Figure("Llama-3.1-405B, whole answer, nothing cached", "s", tuple(c.wall_s for c in larges), 10.0),
+        _wall("Llama-3.1-8B, verdict from the cache (`--no-advice`)", verdicts, 0.5),
+        _wall("Llama-3.1-8B, whole answer from the cache", wholes, 2.0),
+        _wall("Llama-3.1-405B, whole answer, nothing cached", larges, 10.0),
         Figure("allocator replay", "events/s", tuple(r["events_per_s"] for r in replays), 100_000, more_is_better=True),
         Figure("MemTracker's CPU time over memplan's", "x", ratios, 10.0, more_is_better=True),
     ]
-    return figures, {
-        "memplan_cpu_s": [one["cpu_s"] for one in ours],
-        "mem_tracker": theirs,
-        "replay_events": replays[0]["events"],
-    }
+    return figures, {"memplan": ours, "mem_tracker": theirs, "replay_events": replays[0]["events"]}
+
+
+def _wall(what: str, children: Sequence[Child], target_s: float) -> Figure:
+    return Figure(what, "s", tuple(c.wall_s for c in children), target_s, cpu_s=min(c.cpu_s for c in children))
 
 
 def surroundings() -> dict[str, Any]:
@@ -145,25 +149,26 @@ def surroundings() -> dict[str, Any]:
 
 def page(figures: Sequence[Figure], around: dict[str, Any], detail: dict[str, Any]) -> str:
     """docs/benchmarks.md."""
-    head = ("", "best", "median", "target", "")
-    rows = [head, ("---",) * len(head), *(figure.cells() for figure in figures)]
+    rows = [HEAD, ("---",) * len(HEAD), *(figure.cells() for figure in figures)]
     table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
-    ours, theirs = min(detail["memplan_cpu_s"]), detail["mem_tracker"]["cpu_s"]
+    ours, theirs = min(one["cpu_s"] for one in detail["memplan"]), detail["mem_tracker"]["cpu_s"]
     return f"""# Benchmarks
 
-Made by `make bench` on {around["made"][:10]}: {around["processor"]}, {around["cores"]} cores (load {around["load_before"]} before
-the run), Python {around["python"]}, torch {around["torch"]}, transformers {around["transformers"]}, memplan {around["memplan"]}.
-{RUNS} runs each; MemTracker once. All the values are in `benchmarks/latest.json`.
+Made by `make bench` on {around["made"][:10]}: {around["processor"]}, {around["cores"]} cores,
+load {around["load_before"]} before the run; Python {around["python"]}, torch {around["torch"]},
+transformers {around["transformers"]}, memplan {around["memplan"]}. {RUNS} runs each, MemTracker once; all values are in
+`benchmarks/latest.json`. "Best" is the run that other work on the machine disturbed least; for memory it is the largest.
 
 {table}
 
 - Times are of whole processes, from start to exit; "nothing cached" begins with an empty cache folder.
-- The 8B question is `memplan {" ".join(FIT_8B)}`; it does not fit, so the whole answer holds remedies.
+- The 8B question is `memplan {" ".join(FIT_8B)}`;
+  it does not fit, so the whole answer holds remedies.
 - The 405B question is `memplan {" ".join(FIT_405B)}`.
 - The replay plays the {detail["replay_events"]:,} events of two steps of Llama-3.1-8B through the caching allocator.
-- MemTracker is `torch.distributed._tools.mem_tracker.MemTracker` under `FakeTensorMode`, on a fake CPU, around forward, backward
-  and AdamW of the same Llama-3.1-8B (bf16, 1 x 2048): {theirs:.1f} CPU seconds. memplan builds the model, records the step and
-  simulates it on an A100 in {ours:.2f}. Imports are left out of both.
+- MemTracker is `torch.distributed._tools.mem_tracker.MemTracker` under `FakeTensorMode` on a fake CPU, around forward,
+  backward and AdamW of the same Llama-3.1-8B (bf16, 1 x 2048): {theirs:.1f} CPU seconds. memplan builds the model, records
+  the step at full depth, and simulates and replays it: {ours:.2f}. Imports are left out of both.
 """
 
 
@@ -173,7 +178,7 @@ def main() -> int:
     args = parser.parse_args()
     around = surroundings()
     figures, detail = measure(lambda text: print(f"- {text}", file=sys.stderr, flush=True))
-    rows = [("", "best", "median", "target", ""), *(figure.cells() for figure in figures)]
+    rows = [HEAD, *(figure.cells() for figure in figures)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     for row in rows:
         print("  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))]).rstrip())

@@ -18,13 +18,8 @@ from memplan.planner.predict import ledger_of, replay_ledger
 from memplan.planner.request import Request
 from memplan.planner.trace.source import TraceSource
 
-TINY = {
-    "num_hidden_layers": "1",
-    "hidden_size": "64",
-    "intermediate_size": "64",
-    "num_attention_heads": "4",
-    "num_key_value_heads": "2",
-}
+SIZES = {"hidden_size": "64", "intermediate_size": "64", "num_attention_heads": "4", "num_key_value_heads": "2"}
+TINY = {"num_hidden_layers": "1", **SIZES}
 
 
 def request(overrides: dict[str, str] | None = None) -> Request:

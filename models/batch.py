@@ -47,7 +47,7 @@ class Inputs:
         if task == "image-text-to-text" or (getattr(config, "vision_config", None) is not None and task == "causal-lm"):
             self.notes.append("the batch is text only: images, and the vision tower's activations, are not counted")
         if task == "ctc":
-            self.notes.append("in a trace, the mean of the log-probabilities and CTC's lattice stand for its loss")
+            self.notes.append("in a trace, blocks of the sizes that CTC's loss makes stand for it: its own depend on values")
         if task == "auto" and "labels" not in self.accepted and not self._has_contrastive_loss():
             self.notes.append("the model has no loss of its own: the mean of its outputs stands for one")
 
@@ -245,14 +245,38 @@ def _is_fake(value: Any) -> bool:
 def _ctc_stand_in(module: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     """CTC's loss where tensors hold no values: torch cannot tell the sizes inside `_ctc_loss` from shapes alone.
 
-    Keeps what the real loss keeps of the logits (an fp32 log-softmax), and makes its lattice [batch, frames, 2 x labels + 1].
+    Allocates, keeps and drops what the real one does (ATen/native/LossCTC.cpp, and its CUDA twin): the fp32 log-softmax, the
+    targets in one row, the lattice [batch, frames, 2 x labels + 1], and in backward a second lattice and the gradient.
     """
     import torch
 
+    class Lattice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, log_probs: Tensor, targets: Tensor, longest: int) -> Tensor:
+            frames, samples, _ = log_probs.shape
+            likelihood = log_probs.new_empty(samples)
+            alpha = log_probs.new_empty(samples, frames, 2 * longest + 1)
+            ctx.save_for_backward(log_probs, targets, likelihood, alpha)
+            return likelihood
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None]:
+            log_probs, _, _, alpha = ctx.saved_tensors
+            grad = torch.full_like(log_probs, -torch.inf)
+            beta = torch.empty_like(alpha)
+            del beta
+            return grad, None, None
+
+    labels = batch["labels"]
+    inputs = next(value for key, value in batch.items() if key != "labels")
     logits = module(**{key: value for key, value in batch.items() if key != "labels"}).logits
+    mask = inputs.new_ones(inputs.shape[:2], dtype=torch.long)  # transformers' stand-in for a missing attention_mask
+    lengths = mask.sum(-1)
+    targets = labels.reshape(-1).clone()  # masked_select: one row of all that is no padding
     log_probs = torch.nn.functional.log_softmax(logits, dim=-1, dtype=torch.float32).transpose(0, 1)
-    alpha = log_probs.new_empty(logits.shape[0], logits.shape[1], 2 * batch["labels"].shape[1] + 1)
-    return -log_probs.mean() + alpha.sum() * 0
+    loss: Tensor = Lattice.apply(log_probs, targets, labels.shape[1]).sum()  # type: ignore[no-untyped-call]
+    del mask, lengths
+    return loss
 
 
 def ordinary_ids(config: Any) -> tuple[int, int]:

@@ -20,7 +20,8 @@ _SEQ_STEP = 16  # lengths are searched in these steps, as people choose them ...
 _MIN_STEPS = 2  # ... from here on: shorter ones are traced one by one (family.py), and nobody trains on them
 _MAX_REMEDIES = 6
 _USUAL_CARDS = (
-    "t4", "rtx-4090", "rtx-5090", "l40s", "a100-sxm-40gb", "rtx-pro-6000-blackwell", "a100-sxm-80gb", "h200-sxm-141gb", "b200", "b300",
+    "t4", "rtx-4090", "rtx-5090", "l40s", "a100-sxm-40gb", "rtx-pro-6000-blackwell", "a100-sxm-80gb", "h200-sxm-141gb", "b200",
+    "b300",
 )  # fmt: skip  # one of each memory size, as people rent them
 
 
@@ -268,7 +269,8 @@ def _larger_card(request: Request, traces: TraceSource, prediction: Prediction) 
     for card in cards:
         if card.usable_bytes < prediction.reserved_peak_bytes:
             continue
-        remedy = _try(_Change(f"a card with more memory, as it is: {card.name}", f"--gpu {card.key}", request.but(device=card)), traces)
+        words = f"a card with more memory, as it is: {card.name}"
+        remedy = _try(_Change(words, f"--gpu {card.key}", request.but(device=card)), traces)
         if remedy and remedy.verdict is Verdict.FITS:
             return [remedy]
     return []

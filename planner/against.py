@@ -20,7 +20,7 @@ from .allocator.config import AllocConf
 from .allocator.driver import DescendingDriver
 from .allocator.replay import ALLOC, FREE, ReplayResult, replay
 from .allocator.start_state import StartState, restore, walk_back
-from .allocator.verify import Step, conf_from_events, play_exact, RecordedDriver, find_limit, split_steps
+from .allocator.verify import RecordedDriver, Step, conf_from_events, find_limit, play_exact, split_steps
 from .kernels import Kernels
 from .ledger import Component, Ledger
 from .trace.steptrace import Phase

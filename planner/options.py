@@ -52,7 +52,9 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
         "--recompute", metavar="R", help="none (default), full, every-k:N, selective-layer:N, selective-op[:matmul+attention]"
     )
     how.add_argument(
-        "--loss", metavar="L", help="hf: the model's own (default), plain: logits as they are, chunked: head in chunks of tokens"
+        "--loss",
+        metavar="L",
+        help="hf: the model's own (default), plain: logits as they are, chunked: in chunks of tokens",
     )
     how.add_argument(
         "--use-cache", action="store_true", help="the model builds a key-value cache while it trains (Trainer: off)"

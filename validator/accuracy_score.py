@@ -169,7 +169,7 @@ def _phase_figure(name: str, prediction: Prediction, question: Question, traces:
     if name in _POINTS:
         return _allocated_at(name, question.request, traces)
     if name == "nvidia_smi_minus_idle":
-        return prediction.device_peak_bytes
+        return _reserved(prediction, question.request, traces) + prediction.context_bytes
     phases = {"peak_fwd_bwd": ("forward", "backward"), "peak_optimizer_step": ("step",)}.get(name)
     if phases is None:
         return None  # an average, an input, or a point that no phase of a prediction is

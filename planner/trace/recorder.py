@@ -16,20 +16,20 @@ In both cases the recorder returns the first argument itself, so that lifetimes 
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from .calls import ACCUMULATE_GRAD, ModuleCalls
+from .fakes import Arguments, FakeResults
 from .shadow import Shadows
 from .steptrace import EventKind, ModuleInfo, Pass, Phase, Role, Signature, StepTrace, TensorInfo, TensorSlot
 
@@ -46,25 +46,8 @@ _IN_PLACE_IN_BACKWARD = {
     aten.index_add.default: aten.index_add_.default,
     aten.masked_scatter.default: aten.masked_scatter_.default,
 }
-# The real kernels give grad_input the input's shape, contiguous (layer_norm_kernel.cu, layer_norm.cpp: empty_like with
-# LEGACY_CONTIGUOUS); the fake one keeps the gradient's strides.
-_CONTIGUOUS_FIRST_OUTPUT = {aten.native_layer_norm_backward.default, aten._fused_rms_norm_backward.default}
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__
-_ACCUMULATE_GRAD = 2**64 - 1  # the sequence number of AccumulateGrad nodes: they run as soon as they can
 _VIEW_FREE = 0
-_NEVER_CACHED = {aten.lift_fresh.default, aten.lift_fresh_copy.default, aten._to_copy.default, aten.scalar_tensor.default}
-_WITHOUT_DISPATCH = torch._C._DisableTorchDispatch
-_GROUPED_MM = aten._grouped_mm.default
-
-
-@dataclass(slots=True)
-class _Arguments:
-    """The arguments of one op: its tensors, what tells it from other ops (None: cannot be hashed), and their fx form."""
-
-    inputs: list[torch.Tensor]
-    key: Any
-    node_args: tuple[Any, ...]
-    node_kwargs: dict[str, Any]
 
 
 class Recorder(TorchDispatchMode):
@@ -87,8 +70,7 @@ class Recorder(TorchDispatchMode):
         """
         super().__init__()
         self._module = module
-        self._mode = mode
-        self._results: dict[Any, Any] = {}  # arguments -> what to make, for ops whose outputs are new tensors
+        self._fakes = FakeResults(mode)
         self._storage_bytes = storage_bytes
         self._shadows = Shadows()
         self.graph = torch.fx.Graph() if with_graph else None
@@ -109,7 +91,7 @@ class Recorder(TorchDispatchMode):
         self._birth_node: list[int] = []  # sequence number of the autograd node that made it, -1 in forward
         self._live: dict[int, tuple[int, Any]] = {}  # address of the StorageImpl -> (storage, weak reference)
         self._phase = Phase.FORWARD
-        self._calls = _Calls(module, self._emit, self.storages)
+        self._calls = ModuleCalls(module, self._emit, self.storages)
         self._params: list[TensorSlot] = []
         self._buffers: list[TensorSlot] = []
         self._batch: tuple[int, ...] = ()
@@ -237,72 +219,13 @@ class Recorder(TorchDispatchMode):
                 return args[0]
         read = self._read_arguments(func, args, kwargs)
         try:
-            out = self._run(func, args, kwargs, read)
+            out = self._fakes.run(func, args, kwargs, read)
         except Exception:
             self._failed_in = self._calls.running_fqn()  # the hooks that see the exception pass leave the modules
             raise
         self._record(func, args, kwargs, read, out, node_sequence)
         self._shadows.follow(func, args, kwargs, out)
         return out
-
-    def _run(self, func: Any, args: Any, kwargs: Any, read: _Arguments) -> Any:
-        """The fake result of an op.
-
-        The fake mode spends most of its time on finding an op's result in its own cache.  Two kinds of ops need none of that:
-        one seen before with the same arguments, whose outputs are all new tensors, and a view, which its kernel answers.
-        """
-        out: Any
-        made = self._results.get(read.key) if read.key is not None else None
-        if made is not None:
-            device, single, infos = made
-            fresh = [self._new_fake(info, device) for info in infos]
-            return fresh[0] if single else tuple(fresh)
-        if (
-            func.is_view
-            and not kwargs
-            and read.inputs
-            and all(isinstance(t, FakeTensor) and t.constant is None for t in read.inputs)
-        ):
-            with in_kernel_invocation_manager(self._mode):
-                out = func(*args)
-            if isinstance(out, torch.Tensor):
-                return FakeTensor(self._mode, out, read.inputs[0].fake_device)  # type: ignore[attr-defined]
-            return [FakeTensor(self._mode, t, read.inputs[0].fake_device) for t in out]  # type: ignore[attr-defined]
-        out = _fake_grouped_mm(args, kwargs) if func is _GROUPED_MM else self._mode.dispatch(func, (), args, kwargs)
-        if func in _CONTIGUOUS_FIRST_OUTPUT and out[0] is not None and not out[0].is_contiguous():
-            out = (torch.empty_like(out[0], memory_format=torch.contiguous_format), *out[1:])
-        if read.key is not None and func not in _NEVER_CACHED and not func._schema.is_mutable:
-            self._remember(read, out)
-        return out
-
-    def _remember(self, read: _Arguments, out: Any) -> None:
-        outputs = [out] if isinstance(out, torch.Tensor) else out
-        if not isinstance(outputs, (list, tuple)) or isinstance(out, list) or not outputs:
-            return
-        for tensor in outputs:
-            if (
-                not isinstance(tensor, FakeTensor)
-                or tensor.constant is not None
-                or tensor.storage_offset()
-                or tensor.layout is not torch.strided
-            ):
-                return
-            if tensor.untyped_storage()._cdata in self._live or tensor.is_conj() or tensor.is_neg():
-                return
-        if any(getattr(t, "constant", None) is not None for t in read.inputs):
-            return
-        if len({t.untyped_storage()._cdata for t in outputs}) < len(outputs):
-            return
-        infos = [(tuple(t.shape), t.stride(), t.dtype, t.untyped_storage().nbytes()) for t in outputs]
-        if any(nbytes != _dense_bytes(*info[:2], info[2].itemsize) for info in infos for nbytes in info[3:]):
-            return
-        self._results[read.key] = (outputs[0].fake_device, isinstance(out, torch.Tensor), infos)
-
-    def _new_fake(self, info: Any, device: torch.device) -> torch.Tensor:
-        shape, stride, dtype, _ = info
-        with _WITHOUT_DISPATCH():
-            meta = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-        return FakeTensor(self._mode, meta, device)
 
     def _engine_adds_in_place(self, args: Any) -> bool:
         old, new = args[0], args[1]
@@ -323,7 +246,7 @@ class Recorder(TorchDispatchMode):
             self._arg.append(arg)
             self._aux.append(aux)
 
-    def _read_arguments(self, func: Any, args: Any, kwargs: Any) -> _Arguments:
+    def _read_arguments(self, func: Any, args: Any, kwargs: Any) -> Arguments:
         inputs: list[torch.Tensor] = []
         key: list[Any] = [func]
         node_args = tuple([self._argument(a, inputs, key) for a in args])
@@ -332,10 +255,10 @@ class Recorder(TorchDispatchMode):
         try:
             hash(fixed)
         except TypeError:  # an unhashable argument (a Generator, a nested list)
-            return _Arguments(inputs, None, node_args, node_kwargs)
-        return _Arguments(inputs, fixed, node_args, node_kwargs)
+            return Arguments(inputs, None, node_args, node_kwargs)
+        return Arguments(inputs, fixed, node_args, node_kwargs)
 
-    def _record(self, func: Any, args: Any, kwargs: Any, read: _Arguments, out: Any, node_sequence: int) -> None:
+    def _record(self, func: Any, args: Any, kwargs: Any, read: Arguments, out: Any, node_sequence: int) -> None:
         inputs = read.inputs
         outputs = [out] if isinstance(out, torch.Tensor) else [t for t in out if isinstance(t, torch.Tensor)] if isinstance(out, (tuple, list)) else []  # fmt: skip  # noqa: E501
         node = None
@@ -384,7 +307,7 @@ class Recorder(TorchDispatchMode):
         key.append((name, value))
         return value
 
-    def _signature(self, func: Any, read: _Arguments, outputs: list[Any], args: Any, kwargs: Any, out: Any) -> int:
+    def _signature(self, func: Any, read: Arguments, outputs: list[Any], args: Any, kwargs: Any, out: Any) -> int:
         found = self._signature_index.get(read.key) if read.key is not None else None
         if found is not None:
             return found
@@ -442,7 +365,7 @@ class Recorder(TorchDispatchMode):
                 return
             storage = self._storage_of(param.grad, Role.TEMP)
             # a storage that AccumulateGrad itself made is its copy into the parameter's layout
-            copied = self._birth_node[storage] == _ACCUMULATE_GRAD
+            copied = self._birth_node[storage] == ACCUMULATE_GRAD
             self._role[storage] = Role.GRAD_COPY if copied else Role.GRAD
             self._emit(EventKind.GRAD, index, storage)
             param.grad = None  # from here the gradient is the strategy's
@@ -496,169 +419,10 @@ class Recorder(TorchDispatchMode):
                 self._role[storage] = Role.ACTIVATION
 
 
-class _Calls:
-    """Which module runs: in forward from module hooks, in backward from the sequence numbers of autograd nodes.
-
-    A module call that entered at sequence number s0 and left at s1 made exactly the nodes s0 <= n < s1, and the engine runs
-    nodes in falling order of n.  So in backward a call is entered before the first node below s1 and left before the first
-    node below s0: the forward's markers, walked backwards, with the calls that made no node in their right place.
-    """
-
-    def __init__(self, module: torch.nn.Module, emit: Callable[..., None], storages: Callable[[Any], tuple[int, ...]]) -> None:
-        self.root_output: tuple[int, ...] = ()  # storages of what the root module returned last
-        self._storages = storages
-        self.modules: dict[str, str] = {}
-        self._index: dict[int, int] = {}
-        for fqn, child in module.named_modules():
-            self._index[id(child)] = len(self.modules)
-            self.modules[fqn] = type(child).__name__
-        self._emit = emit
-        self.call_module: list[int] = []
-        self.call_parent: list[int] = []
-        self._stack: list[int] = []
-        self.in_backward = False
-        self._markers: list[tuple[int, int, bool]] = []  # (sequence number, call, enters)
-        self._owner_from: list[int] = [0]  # sequence numbers at which the running call changes ...
-        self._owner: list[int] = [-1]  # ... and the call that runs from there
-        self._cursor = -1
-        self._floor = 0
-        self._outer: list[tuple[int, int]] = []  # saved (cursor, floor) while a nested backward walks its own markers
-        self._pending: tuple[int, int] | None = None  # (first marker, first sequence number) of a recompute just done
-
-    def install(self) -> list[Any]:
-        hooks = torch.nn.modules.module
-        return [
-            hooks.register_module_forward_pre_hook(self._enter),
-            hooks.register_module_forward_hook(self._leave, always_call=True),
-        ]
-
-    def _enter(self, module: torch.nn.Module, _: Any) -> None:
-        index = self._index.get(id(module))
-        if index is None:
-            return
-        sequence = torch.autograd._get_sequence_nr()
-        if self.in_backward and not self._stack:
-            self.running_node()  # the calls that the node entered come before its recompute
-            self._pending = (len(self._markers), sequence)
-        call = len(self.call_module)
-        self.call_module.append(index)
-        self.call_parent.append(self._stack[-1] if self._stack else -1)
-        self._stack.append(call)
-        self._mark(sequence, call, True)
-        self._emit(EventKind.ENTER, call, Pass.RECOMPUTE if self.in_backward else Pass.FORWARD)
-
-    def _leave(self, module: torch.nn.Module, _: Any, output: Any) -> None:
-        if id(module) not in self._index or not self._stack:
-            return
-        call = self._stack.pop()
-        if not self._stack and not self.in_backward:
-            self.root_output = self._storages(output)
-        self._mark(torch.autograd._get_sequence_nr(), call, False)
-        self._emit(EventKind.LEAVE, call, Pass.RECOMPUTE if self.in_backward else Pass.FORWARD)
-
-    def running_fqn(self) -> str:
-        if not self._stack:
-            return ""
-        return list(self.modules)[self.call_module[self._stack[-1]]]
-
-    def _mark(self, sequence: int, call: int, enters: bool) -> None:
-        self._markers.append((sequence, call, enters))
-        running = self._stack[-1] if self._stack else -1
-        if self._owner_from[-1] == sequence:
-            self._owner[-1] = running
-        else:
-            self._owner_from.append(sequence)
-            self._owner.append(running)
-
-    def start_backward(self) -> None:
-        self._cursor, self._floor = len(self._markers) - 1, 0
-
-    def running_node(self) -> int:
-        """The sequence number of the autograd node that runs (-1: none), after entering and leaving calls up to it."""
-        if self._stack:  # a recompute runs inside backward: its ops are forward ops
-            return -1
-        node = torch._C._current_autograd_node()
-        if node is None:
-            return -1
-        sequence = int(node._sequence_nr())
-        if sequence != _ACCUMULATE_GRAD:
-            self._walk_to(sequence)
-        return sequence
-
-    def _walk_to(self, sequence: int) -> None:
-        if self._pending is not None:
-            first, start = self._pending
-            self._pending = None
-            if sequence >= start:  # a nested backward over the recomputed graph (reentrant checkpoint)
-                self._outer.append((self._cursor, self._floor))
-                self._cursor, self._floor = len(self._markers) - 1, first
-        while True:
-            while self._cursor >= self._floor and self._markers[self._cursor][0] > sequence:
-                self._reverse(self._markers[self._cursor])
-                self._cursor -= 1
-            if not self._outer or self._cursor >= self._floor or sequence >= self._markers[self._floor][0]:
-                return
-            self._cursor, self._floor = self._outer.pop()
-
-    def _reverse(self, marker: tuple[int, int, bool]) -> None:
-        _, call, entered = marker
-        self._emit(EventKind.LEAVE if entered else EventKind.ENTER, call, Pass.BACKWARD)
-
-    def finish_backward(self) -> None:
-        """Leaves the calls that the last node was inside of."""
-        if not self.in_backward:
-            return
-        while True:
-            while self._cursor >= self._floor:
-                self._reverse(self._markers[self._cursor])
-                self._cursor -= 1
-            if not self._outer:
-                return
-            self._cursor, self._floor = self._outer.pop()
-
-    def position(self, node_sequence: int, in_backward: bool) -> tuple[int, Pass]:
-        """(call, pass) of the op being recorded."""
-        if not in_backward:
-            return (self._stack[-1] if self._stack else -1), Pass.FORWARD
-        if self._stack:
-            return self._stack[-1], Pass.RECOMPUTE
-        if node_sequence in (-1, _ACCUMULATE_GRAD):
-            return self._last, Pass.BACKWARD
-        self._last = self._owner[bisect.bisect_right(self._owner_from, node_sequence) - 1]
-        return self._last, Pass.BACKWARD
-
-    _last = -1
-
-
 def _info(tensor: torch.Tensor) -> TensorInfo:
     shape = tuple(tensor.shape)
     stride = tuple(s if n != 1 else 0 for s, n in zip(tensor.stride(), shape, strict=True))
     return TensorInfo(str(tensor.dtype).removeprefix("torch."), shape, stride)
-
-
-def _fake_grouped_mm(args: Any, kwargs: Any) -> torch.Tensor:
-    """The output of `_grouped_mm`, whose meta function takes bf16 only although the kernels take fp32 and fp16 too.
-
-    2-d x 3-d (rows split among the experts) -> [rows, n]; 2-d x 2-d (the weights' gradient) -> [experts, m, n];
-    3-d x 2-d -> [m, cols].  Rows are padded to 16 bytes (torch/_meta_registrations.py, _create_grouped_mm_output_tensor).
-    """
-    names = ("self", "mat2", "offs", "bias", "out_dtype")
-    given: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
-    a, b, offs, out_dtype = given["self"], given["mat2"], given["offs"], given.get("out_dtype")
-    size: tuple[int, ...]
-    if a.dim() == 2 and b.dim() == 2:
-        size = (offs.size(0), a.size(0), b.size(1))
-    elif a.dim() == 2:
-        size = (a.size(0), b.size(-1))
-    elif b.dim() == 2:
-        size = (a.size(1), b.size(1))
-    else:
-        size = (a.size(0), a.size(1), b.size(-1))
-    dtype = out_dtype or a.dtype
-    per_row = 16 // dtype.itemsize
-    padded = -(-size[-1] // per_row) * per_row
-    strides = (size[1] * padded, padded, 1)[-len(size) :]
-    return a.new_empty(0, dtype=dtype).new_empty_strided(size, strides)
 
 
 def _holds_tensor(value: Any) -> bool:
@@ -687,13 +451,6 @@ def _tensors_in(value: Any) -> Iterable[torch.Tensor]:
             yield from _tensors_in(item)
     elif hasattr(value, "__dict__") and not isinstance(value, (type, torch.nn.Module)):
         yield from _tensors_in(vars(value))
-
-
-def _dense_bytes(shape: tuple[int, ...], stride: tuple[int, ...], itemsize: int) -> int:
-    """Bytes that `empty_strided` allocates."""
-    if 0 in shape:
-        return 0
-    return (1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))) * itemsize
 
 
 def _dense(tensor: torch.Tensor) -> bool:

@@ -15,8 +15,8 @@ from .symbolic import Point
 if TYPE_CHECKING:
     from ...models import ModelSpec
     from ..request import Request
-    from .depth import Stack
     from .options import TraceOptions
+    from .stacks import Stack
     from .steptrace import StepTrace
     from .tracer import FakeModel
 
@@ -73,7 +73,8 @@ class TraceSource:
                 return TraceFamily.from_bytes(stored)
             except ValueError:
                 pass  # made by a broken write or another format: made again
-        from .depth import NotPeriodic, deepen
+        from .depth import deepen
+        from .stacks import NotPeriodic
 
         stacks, probe = self._shallow(spec, base)
         try:

@@ -23,11 +23,11 @@ from ...models import BuiltModel, ModelSpec
 from ...models.builder import casts_in_place
 from .. import cache
 from . import cuda
-from .depth import Stack, find_stacks
 from .options import AUTOCAST_DTYPE, PARAM_DTYPE, TraceOptions
 from .prepare import ready
 from .recorder import Recorder
 from .shadow import Shadows
+from .stacks import Stack, find_stacks
 from .steptrace import Phase, StepTrace
 
 

@@ -10,9 +10,10 @@ import torch
 from memplan.models import load
 from memplan.planner.api import make_request
 from memplan.planner.request import Request
-from memplan.planner.trace.depth import NotPeriodic, Stack, deepen, find_stacks, same_structure
+from memplan.planner.trace.depth import deepen, same_structure
 from memplan.planner.trace.options import TraceOptions
 from memplan.planner.trace.source import TraceSource, trace_options
+from memplan.planner.trace.stacks import NotPeriodic, Stack, find_stacks
 from memplan.planner.trace.steptrace import StepTrace
 from memplan.planner.trace.tracer import stacks_of, trace_step
 

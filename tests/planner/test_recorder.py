@@ -316,7 +316,7 @@ def real_deltas(spec: ModelSpec, trace: StepTrace, batch: int = 6, seq: int = 5)
         loss.backward()
     profile = parse(profiler.profiler.kineto_results.events())
     del loss
-    scratch = _scratch(profile, leaf_outputs(trace))
+    scratch = _scratch(profile, leaf_outputs(trace), set())
     return [e.delta_bytes for i, e in enumerate(profile.events) if e.delta_bytes and i not in scratch]
 
 

@@ -233,13 +233,13 @@ def test_an_architectures_own_fields_reach_nested_configs():
 @pytest.mark.parametrize(
     ("reason", "group"),
     [
-        ("x: the model cannot be built from its config: ImportError: A requires the timm library but", "needs the package timm"),
+        ("x: the model cannot be built: ImportError: A requires the timm library but", "needs the package timm"),
         ("x: forward needs grid_thw, which the config does not describe.", "takes inputs that its config does not describe"),
-        ("x: the model decides by the values of a tensor (aten.nonzero.default)", "decides by the values of a tensor, which no trace knows"),
+        ("x: a layer decides by the values of a tensor (op)", "decides by the values of a tensor, which no trace knows"),
         ("took longer than 60 s and was stopped", "took too long"),
         ("x: model.layers.0 raised RuntimeError: shapes", "its step raised an error on the example batch"),
     ],
-)  # fmt: skip
+)
 def test_reasons_of_many_types_are_put_into_few_words(reason, group):
     assert model_types.group_of(reason) == group
 

@@ -1,0 +1,82 @@
+"""Flat partitions: how ZeRO-1 and ZeRO-2 lay the parameters of an optimizer group end to end and cut them among the ranks.
+
+Source: deepspeed 0.19.8, deepspeed/runtime/zero/stage_1_and_2.py, `DeepSpeedZeroOptimizer.__init__` (alignment, padding) and
+`get_partition_info`.  For P elements on N ranks the flat length is L = ceil(P / 2N) * 2N and a partition has L / N elements; all
+padding lies at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ...errors import UserError
+from ..trace.steptrace import StepTrace, TensorSlot
+
+_ALIGNMENT = 2  # elements; `nccl_start_alignment_factor`: 4 bytes of a 16-bit dtype
+
+
+@dataclass(frozen=True, slots=True)
+class FlatGroup:
+    """One optimizer group on one rank."""
+
+    params: tuple[TensorSlot, ...]
+    starts: tuple[int, ...]  # of each parameter in the flat tensor, elements
+    length: int  # elements of the flat tensor, padded
+    partition: int  # elements of one rank's part
+    rank: int
+
+    @property
+    def numel(self) -> int:
+        return sum(p.numel for p in self.params)
+
+    def partitions_of(self, index: int) -> list[tuple[int, int]]:
+        """The (rank, elements) that parameter `index` is cut into, in order."""
+        start, stop = self.starts[index], self.starts[index] + self.params[index].numel
+        cuts = []
+        while start < stop:
+            owner = start // self.partition
+            end = min(stop, (owner + 1) * self.partition)
+            cuts.append((owner, end - start))
+            start = end
+        return cuts
+
+    def kept(self) -> list[tuple[TensorSlot, int]]:
+        """The parameters that touch this rank's partition, each with its number of elements inside."""
+        found = []
+        for index, param in enumerate(self.params):
+            inside = sum(numel for owner, numel in self.partitions_of(index) if owner == self.rank)
+            if inside:
+                found.append((param, inside))
+        return found
+
+    @property
+    def padding(self) -> int:
+        """Elements of this rank's partition that belong to no parameter."""
+        return self.partition - sum(inside for _, inside in self.kept())
+
+
+def flat_group(params: Sequence[TensorSlot], world_size: int, rank: int) -> FlatGroup:
+    """`params` in the optimizer's order, cut among `world_size` ranks."""
+    starts, position = [], 0
+    for param in params:
+        starts.append(position)
+        position += param.numel
+    alignment = _ALIGNMENT * world_size
+    length = -(-position // alignment) * alignment
+    return FlatGroup(tuple(params), tuple(starts), length, length // world_size, rank)
+
+
+def optimizer_groups(trace: StepTrace, groups: Sequence[Sequence[str]]) -> list[list[TensorSlot]]:
+    """The trainable parameters by optimizer group.  `groups` names them; empty: one group, in the model's order.
+
+    Raises UserError for a name that is no trainable parameter.  Trainable parameters without gradient are part of it: ZeRO
+    flattens them like the others.
+    """
+    trainable = {p.fqn: p for p in trace.params if p.requires_grad}
+    if not groups:
+        return [list(trainable.values())]
+    for name in (name for group in groups for name in group):
+        if name not in trainable:
+            raise UserError(f"optimizer groups: {name!r} is no trainable parameter of {trace.name}", "Check its name")
+    return [[trainable[name] for name in group] for group in groups if group]

@@ -1,0 +1,341 @@
+"""Runs the real DeepSpeed engine on the CPU, as any rank of any world, in one process, and counts its bytes.
+
+torch's fake process group stands in for the other ranks: collectives return at once, so values are garbage while every size
+is real.  No compiler is needed, no GPU, no second process.  Two counts are taken at every mark (after the engine is made, after
+each forward, backward and step):
+
+* **by structure**: the storages that the engine holds as parameters, masters, gradients, optimizer state and buckets;
+* **by registry**: every storage that any op has made since the model was built and that still lives, and the phase's peak.
+
+Read for: deepspeed 0.19.8 (deepspeed/runtime/zero/stage_1_and_2.py and stage3.py), torch 2.13.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from ...errors import CannotTell
+
+_TIMEOUT_S = 600
+_ENVIRONMENT = {
+    "DS_ACCELERATOR": "cpu",
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "CUDA_VISIBLE_DEVICES": "",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineCase:
+    """One run: a model, a DeepSpeed configuration, and which rank of how many is played."""
+
+    reference: str  # of the model, as `models.load` takes it
+    config: Mapping[str, Any]  # the DeepSpeed JSON, without batch sizes
+    task: str | None = None
+    overrides: Mapping[str, str] = field(default_factory=dict)
+    precision: str = "bf16"  # of the stored parameters: fp32 | bf16 | fp16
+    batch_size: int = 2
+    seq_len: int = 16
+    recompute: str = "none"
+    frozen: tuple[str, ...] = ()
+    world_size: int = 2
+    rank: int = 0
+    grad_accum_steps: int = 1
+    optimizer: str = "adamw"  # by the names of `planner.optimizers.traced`
+    optimizer_impl: str = "for-loop"
+    groups: tuple[tuple[str, ...], ...] = ()  # names of the parameters of each optimizer group; (): one group of all
+    iterations: int = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mark:
+    """What is live when a phase has ended."""
+
+    phase: str  # init | forward | backward | step
+    iteration: int
+    micro_batch: int
+    held: dict[str, int]  # bytes by component, from the engine's own structures
+    live_bytes: int  # of the registry
+    peak_bytes: int  # of the registry, since the mark before
+
+
+def run_cases(cases: Sequence[EngineCase], *, timeout_s: float = _TIMEOUT_S) -> list[list[Mark]]:
+    """The marks of every case, in order.  One interpreter imports DeepSpeed once; each case runs in a fork of it.
+
+    Raises CannotTell when DeepSpeed is missing or a case fails, with the last line of what it said.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        question, answer = os.path.join(folder, "cases.json"), os.path.join(folder, "marks.json")
+        with open(question, "w", encoding="utf-8") as stream:
+            json.dump([asdict(case) for case in cases], stream)
+        done = subprocess.run(
+            [sys.executable, "-m", __name__, question, answer],
+            env={**os.environ, **_ENVIRONMENT},
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
+        if not os.path.exists(answer):
+            raise CannotTell(
+                f"the DeepSpeed worker ended with {done.returncode}: {_last_line(done.stderr)}", "Is deepspeed 0.19 installed?"
+            )
+        with open(answer, encoding="utf-8") as stream:
+            answers = json.load(stream)
+    found = []
+    for case, result in zip(cases, answers, strict=True):
+        if "error" in result:
+            raise CannotTell(
+                f"DeepSpeed, {case.reference}, rank {case.rank} of {case.world_size}: {result['error']}", "Run that case alone"
+            )
+        found.append([Mark(**mark) for mark in result["marks"]])
+    return found
+
+
+def _last_line(text: str) -> str:
+    lines = [line for line in text.splitlines() if line.strip()]
+    return lines[-1] if lines else "no output"
+
+
+# -- inside the worker ---------------------------------------------------------------------------------------------------
+
+
+class Registry:
+    """Live bytes of all storages that ops make, each counted once whatever views it."""
+
+    def __init__(self) -> None:
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self._known: dict[int, Any] = {}
+
+    def see(self, value: Any) -> None:
+        import torch
+
+        if isinstance(value, (list, tuple)):
+            for item in value:
+                self.see(item)
+        elif isinstance(value, torch.Tensor) and value.device.type == "cpu":
+            storage = value.untyped_storage()
+            key, nbytes = storage._cdata, storage.nbytes()
+            if key in self._known:
+                return
+
+            def died(_: Any) -> None:
+                del self._known[key]
+                self.live_bytes -= nbytes
+
+            self._known[key] = weakref.ref(storage, died)
+            self.live_bytes += nbytes
+            self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        from torch.utils._python_dispatch import TorchDispatchMode
+
+        registry = self
+
+        class Watch(TorchDispatchMode):
+            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                out = func(*args, **(kwargs or {}))
+                registry.see(out)
+                return out
+
+        with Watch():
+            yield
+
+
+def _storages(values: Iterable[Any]) -> dict[int, int]:
+    """Bytes by storage; None and what is not a tensor is skipped."""
+    found = {}
+    for value in values:
+        if hasattr(value, "untyped_storage"):
+            storage = value.untyped_storage()
+            found[storage._cdata] = storage.nbytes()
+    return found
+
+
+def _flat(values: Iterable[Any]) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, dict):
+            yield from _flat(value.values())
+        elif isinstance(value, (list, tuple)):
+            yield from _flat(value)
+            yield getattr(value, "flat_partition", None)
+        else:
+            yield value
+
+
+def held_bytes(engine: Any) -> dict[str, int]:
+    """Bytes that the engine's structures hold, by component; a storage counts in the first component that holds it."""
+    zero = engine.optimizer
+    params = list(engine.module.parameters())
+    masters = _flat(getattr(zero, name, None) or [] for name in ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat"))
+    gathered: list[Any] = []
+    if hasattr(zero, "fp16_groups"):  # stage 3: a parameter's own tensor is what is gathered now; its partition stays
+        gathered = [p.data for p in params]
+        params = [p.ds_tensor for p in params]
+    parts: dict[str, Iterable[Any]] = {
+        "param": params,
+        "comm_buffer": [*gathered, *_buckets(zero)],
+        "buffer": engine.module.buffers(),
+        "master_weight": (masters := [m for m in masters if m is not None]),
+        "optimizer_state": _flat(zero.optimizer.state.values()),
+        "grad": [
+            *(p.grad for p in engine.module.parameters()),
+            *(getattr(p, "grad_accum", None) for p in engine.module.parameters()),
+            *(getattr(m, "grad", None) for m in masters),
+            *_flat(getattr(zero, name, None) for name in _GRADIENTS),
+        ],
+    }
+    seen: set[int] = set()
+    found = {}
+    for part, values in parts.items():
+        storages = {key: nbytes for key, nbytes in _storages(values).items() if key not in seen}
+        seen |= storages.keys()
+        if total := sum(storages.values()):
+            found[part] = total
+    return found
+
+
+# What keeps gradients between the passes: stage 1 and 2, then stage 3.
+_GRADIENTS = (
+    "averaged_gradients", "all_grad_tensors", "grads_in_partition",
+    "grad_partitions_flat_buffer", "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition",
+)  # fmt: skip
+
+
+def _buckets(zero: Any) -> list[Any]:
+    return list(_flat(bucket.buffer if isinstance(bucket.buffer, (list, tuple)) else [bucket.buffer]
+                      for bucket in zero.ipg_buckets.values()))  # fmt: skip
+
+
+def run_here(case: EngineCase) -> list[Mark]:
+    """Runs one case in this process, which can do no other afterwards: the process group stays."""
+    import torch
+
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    _join_fake_group(case)
+    import deepspeed
+
+    from ...models import load
+    from ...planner.optimizers.traced import make_optimizer
+    from ...planner.trace.options import TraceOptions
+    from ...planner.trace.prepare import ready
+
+    spec = load(case.reference, task=case.task, overrides=dict(case.overrides))
+    options = TraceOptions(
+        batch_size=case.batch_size, seq_len=case.seq_len, precision=case.precision, recompute=case.recompute, target="cpu",
+        frozen=tuple(case.frozen),
+    )  # fmt: skip
+    registry = Registry()
+    marks: list[Mark] = []
+    with registry.watching():
+        built = ready(spec, options)
+        module = built.module
+        registry.see([*module.parameters(), *module.buffers()])  # those that no op made (a view from a generator's fill)
+        named = dict(module.named_parameters())
+        trainable = [[named[name] for name in group] for group in case.groups] or [
+            [p for p in module.parameters() if p.requires_grad]
+        ]
+        optimizer = make_optimizer(case.optimizer, case.optimizer_impl, [{"params": group} for group in trainable])
+        registry.peak_bytes = registry.live_bytes
+        engine, _, _, _ = deepspeed.initialize(
+            model=module,
+            optimizer=optimizer,
+            config={
+                **case.config,
+                "train_micro_batch_size_per_gpu": case.batch_size,
+                "gradient_accumulation_steps": case.grad_accum_steps,
+                "zero_allow_untested_optimizer": True,
+            },
+        )
+        del optimizer, trainable, named, module
+        _play_alone(engine)
+
+        def mark(phase: str, iteration: int, micro_batch: int) -> None:
+            live, peak = registry.live_bytes, registry.peak_bytes
+            marks.append(Mark(phase=phase, iteration=iteration, micro_batch=micro_batch, held=held_bytes(engine),
+                              live_bytes=live, peak_bytes=peak))  # fmt: skip
+            registry.peak_bytes = live
+
+        mark("init", 0, 0)
+        for iteration in range(case.iterations):
+            for micro_batch in range(case.grad_accum_steps):
+                batch = built.make_batch(case.batch_size, case.seq_len)
+                registry.see(list(batch.values()))
+                loss = built.step(engine, batch)
+                mark("forward", iteration, micro_batch)
+                engine.backward(loss)
+                mark("backward", iteration, micro_batch)
+                engine.step()
+            mark("step", iteration, case.grad_accum_steps - 1)
+    return marks
+
+
+def _join_fake_group(case: EngineCase) -> None:
+    import deepspeed
+    import torch.distributed
+    from deepspeed.ops import __compatible_ops__
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    os.environ.update(RANK=str(case.rank), LOCAL_RANK=str(case.rank), WORLD_SIZE=str(case.world_size))
+    __compatible_ops__["deepspeed_shm_comm"] = False  # else the CPU accelerator compiles it
+    torch.distributed.init_process_group("fake", rank=case.rank, world_size=case.world_size, store=FakeStore())
+    deepspeed.init_distributed("fake")
+
+
+def _play_alone(engine: Any) -> None:
+    """Stage 3 compares its trace with rank 0's, which does not exist here."""
+    from deepspeed.runtime.zero import partitioned_param_coordinator
+
+    partitioned_param_coordinator.assert_ints_same_as_other_ranks = lambda *_: None
+
+
+def _in_fork(case: EngineCase) -> dict[str, Any]:
+    """One case in a forked process, since a process can join one world only."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reader)
+        try:
+            answer: dict[str, Any] = {"marks": [asdict(mark) for mark in run_here(case)]}
+        except BaseException as error:
+            import traceback
+
+            traceback.print_exc()
+            answer = {"error": f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"}
+        with os.fdopen(writer, "w") as stream:
+            json.dump(answer, stream)
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as stream:
+        text = stream.read()
+    os.waitpid(child, 0)
+    return dict(json.loads(text)) if text else {"error": "the process died"}
+
+
+def main(question: str, answer: str) -> None:
+    import deepspeed  # noqa: F401  imported once, before the forks
+    import transformers  # noqa: F401
+
+    with open(question, encoding="utf-8") as stream:
+        cases = [EngineCase(**{**case, "groups": tuple(map(tuple, case["groups"])), "frozen": tuple(case["frozen"])})
+                 for case in json.load(stream)]  # fmt: skip
+    results = [_in_fork(case) for case in cases]
+    with open(answer + ".part", "w", encoding="utf-8") as stream:
+        json.dump(results, stream)
+    os.replace(answer + ".part", answer)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
