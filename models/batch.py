@@ -269,12 +269,18 @@ def _ctc_stand_in(module: nn.Module, batch: Mapping[str, Any]) -> Tensor:
 
     labels = batch["labels"]
     inputs = next(value for key, value in batch.items() if key != "labels")
+    held: list[Any] = []  # a variable of the model's forward, which computes the loss itself
+    base = getattr(module, "base_model", module)
+    hook = None if base is module else base.register_forward_hook(lambda _, args, output: held.append(output))
     logits = module(**{key: value for key, value in batch.items() if key != "labels"}).logits
+    if hook is not None:
+        hook.remove()
     mask = inputs.new_ones(inputs.shape[:2], dtype=torch.long)  # transformers' stand-in for a missing attention_mask
     lengths = mask.sum(-1)
     targets = labels.reshape(-1).clone()  # masked_select: one row of all that is no padding
     log_probs = torch.nn.functional.log_softmax(logits, dim=-1, dtype=torch.float32).transpose(0, 1)
     loss: Tensor = Lattice.apply(log_probs, targets, labels.shape[1]).sum()  # type: ignore[no-untyped-call]
+    held.clear()
     del mask, lengths
     return loss
 

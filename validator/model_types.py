@@ -9,7 +9,7 @@ import re
 from typing import Any
 
 from ..errors import MemplanError
-from .tiny import SIZES, default_config, shrunk
+from .tiny import SIZES, default_config, tiny_config
 
 BATCH_SIZE = 2
 SEQ_LEN = 64
@@ -38,12 +38,11 @@ def traced(model_type: str) -> dict[str, Any]:
     task, architecture = _task_of(model_type, config)
     if task is None:
         return {"reason": PART}
-    if architecture is not None:
-        config["architectures"] = [architecture]
+    own = {} if architecture is None else {"architectures": [architecture]}
     reason = ""
     for size in SIZES:
         try:
-            events = _trace(model_type, task, shrunk(config, size))
+            events = _trace(model_type, task, {**tiny_config(model_type, size), **own})
         except MemplanError as error:
             reason = str(error)
         except Exception as error:

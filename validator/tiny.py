@@ -50,6 +50,50 @@ _WIDTHS = (
 _MROPE = [4, 2, 2]  # sections of half a head's dimension
 _DERIVED = ("out_features", "out_indices", "stage_names")  # a backbone's config makes them from the rest
 
+_WINDOW = {"sliding_window": 32}
+_STAGES = {"embed_dim": 32, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4}
+_QWEN_VL = {"text_config": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 2, 2]}}}
+_HEAD = {"head_dim": 16}
+# What differs from the narrow config: where the family's defaults do not stand small sizes or are incomplete, and where they
+# would hide what is special about the family (a sliding window longer than the sequence, for instance).
+OVERRIDES: Mapping[str, Mapping[str, Any]] = {
+    "gemma2": _WINDOW,
+    "gemma3_text": _WINDOW,
+    "gpt_oss": _WINDOW,
+    "cohere2": _WINDOW,
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "nemotron": {"num_key_value_heads": 2},
+    "mamba2": {"num_heads": 8},
+    "falcon_h1": {"mamba_d_ssm": 128, "mamba_n_heads": 8, "mamba_d_head": 16},
+    "bamba": {"mamba_n_heads": 8, "mamba_d_head": 16},
+    "zamba2": {"mamba_headdim": 16, "attention_hidden_size": 128, "attention_head_dim": 32},
+    "funnel": {"block_sizes": [1, 1, 1]},
+    "mobilebert": {"hidden_size": 128, "true_hidden_size": 64, "intra_bottleneck_size": 64},
+    "esm": {"vocab_size": 33, "pad_token_id": 1, "mask_token_id": 32},
+    "swin": _STAGES,
+    "swinv2": _STAGES,
+    "efficientnet": {"width_coefficient": 1.0, "depth_coefficient": 0.5, "hidden_dim": 1280},
+    "wav2vec2-bert": {"vocab_size": 32, "max_source_positions": 100},
+    "speech_to_text": {"max_source_positions": 400},
+    "moonshine": {"pad_token_id": 0, "encoder_num_key_value_heads": 4, "decoder_num_key_value_heads": 4},
+    "siglip": {"text_config": {"projection_size": 64}},
+    "vilt": {"max_position_embeddings": 128},
+    "qwen2_vl": _QWEN_VL,
+    "qwen2_5_vl": _QWEN_VL,
+    "wav2vec2-conformer": {"vocab_size": 32},
+    "ministral": _HEAD,
+    "hunyuan_v1_dense": _HEAD,
+    "hunyuan_v1_moe": _HEAD,
+    "hunyuan_vl_text": _HEAD,
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
+}
+
+
+def tiny_config(model_type: str, size: str = "narrow") -> dict[str, Any]:
+    """The family's defaults at one of SIZES."""
+    config = shrunk(default_config(model_type), size)
+    return _merged(config, OVERRIDES.get(model_type, {})) if size == "narrow" else config
+
 
 def default_config(model_type: str) -> dict[str, Any]:
     """The family's defaults as data.  Raises whatever transformers raises for a family that has none."""
@@ -66,6 +110,15 @@ def shrunk(config: Mapping[str, Any], size: str) -> dict[str, Any]:
         return copy.deepcopy(dict(config))
     ids: dict[int, int] = {}
     return _shrunk(config, narrow=size == "narrow", ids=ids)
+
+
+def _merged(config: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    for key, value in changes.items():
+        if isinstance(value, Mapping) and isinstance(config.get(key), dict):
+            _merged(config[key], value)
+        else:
+            config[key] = copy.deepcopy(value)
+    return config
 
 
 def _shrunk(config: Mapping[str, Any], *, narrow: bool, ids: dict[int, int]) -> dict[str, Any]:

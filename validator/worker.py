@@ -44,7 +44,10 @@ def _one_line(error: BaseException) -> str:
 def main(argv: Sequence[str]) -> int:
     job_file, outcome_file = argv
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own chatter
-    outcome = run_job(Job.from_json(read_json(job_file)))
+    job = Job.from_json(read_json(job_file))
+    if job.request.alloc_conf:  # read when torch is imported; the second name is the one before torch 2.9
+        os.environ["PYTORCH_ALLOC_CONF"] = os.environ["PYTORCH_CUDA_ALLOC_CONF"] = job.request.alloc_conf
+    outcome = run_job(job)
     write_whole(outcome_file, json.dumps(outcome.to_json()))
     return 0
 

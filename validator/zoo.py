@@ -1,16 +1,15 @@
 """The zoo: one architecture of every kind that transformers has, small enough to train a real step on a CPU in seconds.
 
-Each is its family's default config made narrow (`tiny`), with a few fields of its own where the defaults do not stand small
-sizes or would hide what is special about the family (a sliding window longer than the sequence, for instance).
+Each is its family's default config made narrow; see `tiny`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UserError, did_you_mean
+from .tiny import tiny_config
 
 if TYPE_CHECKING:
     from ..models import ModelSpec
@@ -19,27 +18,21 @@ if TYPE_CHECKING:
 BATCH_SIZE = 2
 SEQ_LEN = 64
 _WAVE = 8000  # samples of sound: half a second
-_WINDOW = {"sliding_window": 32}
-_STAGES = {"embed_dim": 32, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4}
-_MROPE = {"text_config": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 2, 2]}}}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """One model of the zoo: a model type of transformers, what it is trained for, and what differs from the narrow config."""
+    """One model of the zoo: a model type of transformers, what it is trained for, and how long its sequences are."""
 
     name: str
     kind: str
     """causal, masked, seq2seq, vision, audio or multimodal."""
     task: str
-    config: Mapping[str, Any] = field(default_factory=dict)
     seq_len: int = SEQ_LEN
 
     def values(self, **overrides: Any) -> dict[str, Any]:
         """Its config's content."""
-        from .tiny import default_config, shrunk
-
-        return _merged(shrunk(default_config(self.name), "narrow"), {**self.config, **overrides})
+        return {**tiny_config(self.name, "narrow"), **overrides}
 
     def spec(self, **overrides: Any) -> ModelSpec:
         """The model, as the rest of the project takes it; `overrides` are fields of the config."""
@@ -48,45 +41,8 @@ class Architecture:
         return ModelSpec(name=self.name, source="folder", task=self.task, config=self.values(**overrides))
 
 
-def _merged(config: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    for key, value in changes.items():
-        if isinstance(value, Mapping) and isinstance(config.get(key), dict):
-            _merged(config[key], value)
-        else:
-            config[key] = value
-    return config
-
-
-# What differs from the narrow config, by architecture.
-_SPECIAL: Mapping[str, Mapping[str, Any]] = {
-    "gemma2": _WINDOW,
-    "gemma3_text": _WINDOW,
-    "gpt_oss": _WINDOW,
-    "cohere2": _WINDOW,
-    "deepseek_v2": {"num_experts_per_tok": 2},
-    "nemotron": {"num_key_value_heads": 2},
-    "mamba2": {"num_heads": 8},
-    "falcon_h1": {"mamba_d_ssm": 128, "mamba_n_heads": 8, "mamba_d_head": 16},
-    "bamba": {"mamba_n_heads": 8, "mamba_d_head": 16},
-    "zamba2": {"mamba_headdim": 16, "attention_hidden_size": 128, "attention_head_dim": 32},
-    "funnel": {"block_sizes": [1, 1, 1]},
-    "mobilebert": {"hidden_size": 128, "true_hidden_size": 64, "intra_bottleneck_size": 64},
-    "esm": {"vocab_size": 33, "pad_token_id": 1, "mask_token_id": 32},
-    "swin": _STAGES,
-    "swinv2": _STAGES,
-    "efficientnet": {"width_coefficient": 1.0, "depth_coefficient": 0.5, "hidden_dim": 1280},
-    "wav2vec2-bert": {"vocab_size": 32, "max_source_positions": 100},
-    "speech_to_text": {"max_source_positions": 400},
-    "moonshine": {"pad_token_id": 0},
-    "siglip": {"text_config": {"projection_size": 64}},
-    "vilt": {"max_position_embeddings": 128},
-    "qwen2_vl": _MROPE,
-    "qwen2_5_vl": _MROPE,
-}
-
-
 def _all(kind: str, task: str, *names: str, seq_len: int = SEQ_LEN) -> list[Architecture]:
-    return [Architecture(name=n, kind=kind, task=task, config=_SPECIAL.get(n, {}), seq_len=seq_len) for n in names]
+    return [Architecture(name=n, kind=kind, task=task, seq_len=seq_len) for n in names]
 
 
 ZOO: tuple[Architecture, ...] = (
@@ -127,7 +83,7 @@ ZOO: tuple[Architecture, ...] = (
     *_all("audio", "auto", "audio-spectrogram-transformer"),
     *_all(
         "multimodal", "auto",
-        "clip", "siglip", "blip", "chinese_clip", "altclip", "vilt", "flava",
+        "clip", "siglip", "blip", "chinese_clip", "altclip", "flava",
     ),
     *_all(
         "multimodal", "image-text-to-text",

@@ -1,8 +1,8 @@
 """Flat partitions: how ZeRO-1 and ZeRO-2 lay the parameters of an optimizer group end to end and cut them among the ranks.
 
-Source: deepspeed 0.19.8, deepspeed/runtime/zero/stage_1_and_2.py, `DeepSpeedZeroOptimizer.__init__` (alignment, padding) and
-`get_partition_info`.  For P elements on N ranks the flat length is L = ceil(P / 2N) * 2N and a partition has L / N elements; all
-padding lies at the end.
+Source: deepspeed 0.19.8, deepspeed/runtime/zero/stage_1_and_2.py, `DeepSpeedZeroOptimizer.__init__` (alignment, padding)
+and `get_partition_info`.  For P elements on N ranks the flat length is L = ceil(P / 2N) * 2N and a partition has L / N
+elements; all padding lies at the end.
 """
 
 from __future__ import annotations

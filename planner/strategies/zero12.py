@@ -37,7 +37,7 @@ _REDUCE_STREAM = 1  # `reduction_stream`, with overlap_comm
 
 @dataclass(frozen=True, kw_only=True)
 class ZeroOptions:
-    """The keys of DeepSpeed's JSON that decide memory, with DeepSpeed's names and defaults (deepspeed/runtime/zero/config.py)."""
+    """The keys of DeepSpeed's JSON that decide memory, with its defaults (deepspeed/runtime/zero/config.py)."""
 
     reduce_bucket_size: int = 500_000_000
     """Elements; a gradient that is larger goes alone."""
@@ -222,7 +222,7 @@ class _Zero12(Strategy):
         return any(owner == self.rank for owner, _ in self._groups[number].partitions_of(index))
 
     def _slices(self, sim: Simulation) -> list[tuple[int, int | None]]:
-        """`average_tensor`: the bucket cut by owner; neighbours of one owner are merged unless they go to the fp32 partition."""
+        """`average_tensor`: the bucket cut by owner; neighbours of one owner are merged unless they go into fp32."""
         found: list[tuple[int, int | None]] = []
         last_owner = -1
         for number, index in self._bucket.waiting:

@@ -3,44 +3,16 @@
 from pathlib import Path
 
 import pytest
-from memplan.models import ModelSpec, load
+from memplan.models import load
 from memplan.planner.trace.source import TraceSource
 from memplan.validator.api import request_for, run
+from memplan.validator.zoo import find
 
 USER = Path(__file__).with_name("user_models.py")
-SMALL = {"vocab_size": 211, "hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 2, "num_attention_heads": 4,
-         "max_position_embeddings": 128}  # fmt: skip
-GROUPED = {**SMALL, "num_key_value_heads": 2}
-HEADS = {**GROUPED, "head_dim": 16}
-CONFIGS = {
-    "llama": ("causal-lm", GROUPED),
-    "gpt2": ("causal-lm", {"vocab_size": 211, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128}),
-    "bert": ("masked-lm", SMALL),
-    "opt": ("causal-lm", {"vocab_size": 211, "hidden_size": 64, "ffn_dim": 112, "num_hidden_layers": 2,
-                          "num_attention_heads": 4, "max_position_embeddings": 128, "word_embed_proj_dim": 64}),
-    "qwen2": ("causal-lm", GROUPED),
-    "qwen3": ("causal-lm", HEADS),
-    "gemma2": ("causal-lm", {**HEADS, "sliding_window": 32}),
-    "gemma3_text": ("causal-lm", {**HEADS, "sliding_window": 32}),
-    "t5": ("seq2seq-lm", {"vocab_size": 211, "d_model": 64, "d_kv": 16, "d_ff": 112, "num_layers": 2, "num_heads": 4,
-                          "decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1}),
-    "vit": ("image-classification", {"hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 2,
-                                     "num_attention_heads": 4, "image_size": 32, "patch_size": 8}),
-    "swin": ("image-classification", {"image_size": 64, "patch_size": 4, "embed_dim": 32, "depths": [2, 2], "num_heads": [2, 4],
-                                      "window_size": 4}),
-    "resnet": ("image-classification", {"embedding_size": 16, "hidden_sizes": [16, 32], "depths": [1, 1], "image_size": 64}),
-    "whisper": ("speech-seq2seq", {"vocab_size": 211, "d_model": 64, "encoder_layers": 2, "decoder_layers": 2,
-                                   "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 112,
-                                   "decoder_ffn_dim": 112, "num_mel_bins": 16, "max_source_positions": 50,
-                                   "max_target_positions": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-                                   "decoder_start_token_id": 1}),
-    "mixtral": ("causal-lm", {**GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2}),
-    "deepseek_v3": ("causal-lm", {**SMALL, "n_routed_experts": 8, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2,
-                                  "moe_intermediate_size": 32, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8,
-                                  "v_head_dim": 16, "qk_nope_head_dim": 16, "first_k_dense_replace": 1}),
-    "deberta-v2": ("masked-lm", {**SMALL, "pad_token_id": 0}),
-    "mamba": ("causal-lm", {"vocab_size": 211, "hidden_size": 64, "num_hidden_layers": 2}),
-}  # fmt: skip
+FAMILIES = (
+    "llama", "gpt2", "bert", "opt", "qwen2", "qwen3", "gemma2", "gemma3_text", "t5", "vit", "swin", "mobilenet_v2", "whisper",
+    "mixtral", "deepseek_v3", "deberta-v2", "mamba",
+)  # fmt: skip
 FACTORIES = ("cnn", "shared", "several_forwards", "unused_layer")
 TRANSFORMER = ("llama", "bert", "t5", "mixtral")
 
@@ -48,8 +20,7 @@ TRANSFORMER = ("llama", "bert", "t5", "mixtral")
 def model(name):
     if name in FACTORIES:
         return load(f"{USER}:{name}")
-    task, config = CONFIGS[name]
-    return ModelSpec(name=name, source="folder", task=task, config={"model_type": name, **config})
+    return find(name).spec()
 
 
 def validated(name, *, exact=True, **options):
@@ -64,7 +35,7 @@ def assert_agrees(comparison):
     assert comparison.tolerance == 0.001
 
 
-@pytest.mark.parametrize("name", [*CONFIGS, *FACTORIES])
+@pytest.mark.parametrize("name", [*FAMILIES, *FACTORIES])
 def test_the_peak_of_a_real_fp32_step_is_the_predicted_one(name):
     assert_agrees(validated(name))
 
@@ -150,8 +121,7 @@ def test_every_phase_and_component_agrees_not_only_the_peak(name):
 
 
 def test_a_trace_that_was_extended_in_depth_and_size_agrees_as_well():
-    config = {**GROUPED, "num_hidden_layers": 6}
-    spec = ModelSpec(name="llama", source="folder", task="causal-lm", config={"model_type": "llama", **config})
+    spec = find("llama").spec(num_hidden_layers=6)
     request = request_for(spec, "cpu", micro_batch_size=3, seq_len=48)
     assert_agrees(run(request, "cpu", isolated=False))
 

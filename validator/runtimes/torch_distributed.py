@@ -141,8 +141,10 @@ def _run(request: Request, parallel: Parallel, place: Rank, mark: Callable[[str,
     built = ready(request.model, trace_options(request, "cpu"))
     running[0] = built.module
     gc.collect()
+    mark(HOST, 0)  # the mesh's table of ranks, 4 bytes each, lies on the host
+    mesh = _mesh(place)
     mark("init", 0)
-    module = _wrap(built.module, parallel, place)
+    module = _wrap(built.module, parallel, place, mesh)
     running[0] = module
     optimizer = make_optimizer(request.optimizer, request.optimizer_impl, [p for p in module.parameters() if p.requires_grad])
     running[1] = optimizer
@@ -178,10 +180,16 @@ def _run(request: Request, parallel: Parallel, place: Rank, mark: Callable[[str,
         mark("end", loop.iterations - 1)
 
 
-def _wrap(module: Any, parallel: Parallel, place: Rank) -> Any:
+def _mesh(place: Rank) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh("cpu", (place.world_size,))
+
+
+def _wrap(module: Any, parallel: Parallel, place: Rank, mesh: Any) -> Any:
     from ...planner.strategies.ddp import DistributedDataParallel
 
-    return _ddp(module, parallel, place) if isinstance(parallel, DistributedDataParallel) else _fsdp2(module, parallel, place)
+    return _ddp(module, parallel, place) if isinstance(parallel, DistributedDataParallel) else _fsdp2(module, parallel, mesh)
 
 
 def _ddp(module: Any, parallel: DistributedDataParallel, place: Rank) -> Any:
@@ -207,13 +215,11 @@ def _done(result: Any) -> Any:
     return done
 
 
-def _fsdp2(module: Any, parallel: FullyShard, place: Rank) -> Any:
+def _fsdp2(module: Any, parallel: FullyShard, mesh: Any) -> Any:
     import torch
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     settings = parallel.settings
-    mesh = init_device_mesh("cpu", (place.world_size,))
     dtypes = {
         name: getattr(torch, dtype)
         for name, dtype in (("param_dtype", settings.param_dtype), ("reduce_dtype", settings.reduce_dtype))
@@ -224,7 +230,8 @@ def _fsdp2(module: Any, parallel: FullyShard, place: Rank) -> Any:
         "reshard_after_forward": settings.reshard_after_forward,
         "mp_policy": MixedPrecisionPolicy(**dtypes),
     }
-    for fqn in parallel.block_fqns([(n, type(m).__name__) for n, m in module.named_modules()]):
+    names = parallel.block_fqns([(n, type(m).__name__) for n, m in module.named_modules()])
+    for fqn in sorted(names, key=lambda name: -name.count(".")):  # a wrapped module takes what its wrapped parts left
         fully_shard(module.get_submodule(fqn), **how)
     return fully_shard(module, **how)
 

@@ -1,0 +1,416 @@
+"""FSDP2 (`fully_shard` on every block, then on the root): parameters, gradients and states are sharded by rows.
+
+Models torch 2.13, torch/distributed/fsdp/_fully_shard: `_fsdp_param.py` (`FSDPParam._init_sharded_param`, `to_unsharded`,
+`free_unsharded_param`), `_fsdp_param_group.py` (`unshard`, `wait_for_unshard`, `pre_backward`, `post_backward`,
+`_backward_prefetch`), `_fsdp_collectives.py` (`foreach_all_gather`, `foreach_all_gather_copy_out`, `foreach_reduce`) and
+`_fsdp_state.py` (`_post_forward`, `_root_post_backward_final_callback`).
+
+Formula.  A parameter of d rows keeps ceil(d / N) rows on every rank, the last ranks padded; B is what a group's padded rows make
+together over N ranks, in elements; a, r and o are the bytes of an element as computed, as reduced, and as stored.
+
+* kept: o B / N of parameters and of gradients, and the optimizer's state for the rows without padding;
+* forward: a B of gathered parameters, a B of all-gather output until the next group has copied its own out (so a B + a B' + a B'
+  at that copy), and a B / N for the cast where the stored type is another;
+* backward: a B gathered, a B' of the previous group's all-gather output (prefetched), a B of gradients, r B'' of the reduce-scatter
+  input of the group before; then r B of its own input, r B / N of its output, which becomes the gradient (cast to the stored type).
+
+The root is gathered until its backward is over, unless `reshard_after_forward` says otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from ...errors import CannotTell, UserError
+from ..clipping import clip_grad_norm_events
+from ..ledger import DEFAULT_STREAM, Component
+from ..optimizers.rule import OptimizerTensor, StepEvents
+from ..simulate import Block, Simulation
+from ..trace.steptrace import ITEMSIZE, EventKind, Pass, Phase, StepTrace, TensorSlot
+from .base import Strategy
+
+_COPY_IN_STREAM, _REDUCE_STREAM = 1, 2  # FSDPCommContext: all_gather_copy_in_stream, reduce_scatter_stream
+_ROOT = ""
+_MIN_BLOCKS = 2
+_NO_DTENSORS = ("adafactor",)  # torch 2.13: aten.pow_ on a partial norm raises
+_LISTS = ("ModuleList", "Sequential")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fsdp2Settings:
+    """The arguments of `fully_shard` that memory depends on, and how the loop accumulates."""
+
+    reshard_after_forward: bool | None = None
+    """None: blocks drop their gathered parameters after forward, the root keeps them.  True: all drop.  False: all keep."""
+    param_dtype: str | None = None
+    """`MixedPrecisionPolicy(param_dtype=...)`: what is gathered and computed with; None: as stored.  The trace is of this type."""
+    reduce_dtype: str | None = None
+    """`MixedPrecisionPolicy(reduce_dtype=...)`: what gradients are reduced in; None: as computed."""
+    stored_dtype: str = "float32"
+    """Of the sharded parameters where `param_dtype` is given."""
+    blocks: tuple[str, ...] = ()
+    """Modules that are wrapped beside the root; empty: every block of the longest list of equal modules."""
+    no_sync: bool = True
+    """The loop accumulates with `set_requires_gradient_sync(False)`: only the last micro step reduces."""
+
+
+@dataclass(eq=False)
+class _Group:
+    """One FSDPParamGroup."""
+
+    fqn: str
+    params: list[TensorSlot]
+    drops: bool
+    """Whether gathered parameters go after forward."""
+    unsharded: list[Block] = field(default_factory=list)
+    gathered: Block | None = None  # the all-gather's output, until it is copied out
+    pending: bool = False  # a gather has begun
+    grads: dict[str, Block] = field(default_factory=dict)  # as autograd made them
+    upcast: dict[str, Block] = field(default_factory=dict)  # accumulated without reducing, in the type of the reduction
+    shard_grad: Block | None = None
+    shard_owners: set[str] = field(default_factory=set)
+    places: list[int] = field(default_factory=list)  # in the order of the forward
+    in_backward: bool = False
+    reduced: bool = False
+
+
+class FullyShard(Strategy):
+    """`fully_shard(block)` for every block, `fully_shard(model)`, then the loop of one GPU."""
+
+    name = "fsdp2"
+
+    def __init__(self, world_size: int = 1, settings: Fsdp2Settings | None = None) -> None:
+        self.world_size = world_size
+        self.settings = settings or Fsdp2Settings()
+        self._groups: dict[int, _Group] = {}  # by module
+        self._group_of: dict[str, _Group] = {}  # by parameter
+        self._order: list[_Group] = []  # groups as their forwards ended
+        self._last_gather: Block | None = None  # kept until the next group has copied its own out
+        self._reduce_inputs: list[Block] = []
+        self._early: dict[int, int] = {}  # module -> calls whose input has a gradient
+        self._left: dict[int, int] = {}
+        self._reduces = True
+        self._micro_batch = 0
+        self._steps = 0
+
+    def block_fqns(self, modules: Sequence[tuple[str, str]]) -> list[str]:
+        """The modules that are wrapped beside the root, in order; `modules`: (fqn, class name) of all."""
+        names = [fqn for fqn, _ in modules]
+        for fqn in self.settings.blocks:
+            if fqn not in names:
+                raise UserError(f"fsdp2: the model has no module {fqn!r} to wrap", "`memplan trace MODEL` lists its modules")
+        return list(self.settings.blocks) or _longest_list(modules)
+
+    # -- sizes -----------------------------------------------------------------------------------------------------------
+
+    def _padded(self, slot: TensorSlot) -> int:
+        """Elements of one rank's shard, padding included."""
+        rows = slot.shape[0]
+        return -(-rows // self.world_size) * (slot.numel // rows) if rows else 0
+
+    def _shard(self, slot: TensorSlot, rank: int) -> tuple[int, ...]:
+        """The shape of the shard of `rank`, without padding."""
+        chunk = -(-slot.shape[0] // self.world_size)
+        return (max(0, min(chunk, slot.shape[0] - rank * chunk)), *slot.shape[1:])
+
+    def _stored(self, slot: TensorSlot) -> str:
+        return slot.dtype if self.settings.param_dtype is None else self.settings.stored_dtype
+
+    def _casts(self, slot: TensorSlot) -> bool:
+        return self._stored(slot) != slot.dtype
+
+    def _reduce_dtype(self, slot: TensorSlot) -> str:
+        return self.settings.reduce_dtype or slot.dtype
+
+    # -- the run ---------------------------------------------------------------------------------------------------------
+
+    def at_init(self, sim: Simulation) -> None:
+        trace = sim.trace
+        for slot in trace.params:
+            if not slot.shape:
+                raise CannotTell(f"--strategy fsdp2: fully_shard refuses the scalar parameter {slot.fqn}")
+            if self.settings.param_dtype not in (None, slot.dtype):
+                raise ValueError(f"{slot.fqn} was traced as {slot.dtype}, not as param_dtype {self.settings.param_dtype}")
+        if sim.trains and _times_entered(trace, _ROOT) > 1:
+            raise CannotTell("--strategy fsdp2: a step that runs the whole model more than once before backward is not modelled")
+        if sim.trains and sim.optimizer.name in _NO_DTENSORS:
+            raise CannotTell(
+                f"--strategy fsdp2: torch's {sim.optimizer.name} cannot step sharded parameters (DTensor). Use another optimizer"
+            )
+        self._make_groups(trace)
+        self._early = _calls_with_input_gradient(trace, self._groups)
+        full = {s.fqn: sim.place(Component.PARAM, s.fqn, s.shape, self._stored(s)) for s in trace.params}
+        for slot in trace.buffers:
+            sim.place(Component.BUFFER, slot.fqn, slot.shape, slot.dtype)
+        for group in sorted(self._groups.values(), key=lambda g: -g.fqn.count(".") if g.fqn else 1):  # innermost first, root last
+            for slot in group.params:
+                sim.place(Component.PARAM, slot.fqn, (self._padded(slot),), self._stored(slot))
+            for slot in group.params:  # `fully_shard` held on to them
+                sim.free(full[slot.fqn])
+        if sim.trains:
+            sim.run_optimizer(self._rule(sim).init, self._names(sim))
+
+    def before_module(self, sim: Simulation, module: int, kind: Pass) -> None:
+        if kind is Pass.FORWARD and sim.trace.modules[module].fqn == _ROOT:
+            self._reduces = not self.settings.no_sync or self._micro_batch == sim.loop.grad_accum_steps - 1
+        group = self._groups.get(module)
+        if group is None:
+            return
+        if kind is Pass.FORWARD:
+            self._gather(sim, group)
+            self._copy_out(sim, group, forward=True)
+        elif kind is Pass.BACKWARD and not group.in_backward:
+            group.in_backward = True
+            self._gather(sim, group)
+            self._copy_out(sim, group, forward=False)
+            place = group.places.pop() if group.places else 0
+            if place > 0:
+                self._gather(sim, self._order[place - 1])
+
+    def after_module(self, sim: Simulation, module: int, kind: Pass) -> None:
+        group = self._groups.get(module)
+        if kind is Pass.FORWARD:
+            if group is not None:
+                if group.drops:
+                    self._reshard(sim, group)
+                group.places.append(len(self._order))
+                self._order.append(group)
+            if sim.trace.modules[module].fqn == _ROOT and self._last_gather is not None:
+                sim.free(self._last_gather)
+                self._last_gather = None
+        elif kind is Pass.BACKWARD and group is not None and group.fqn != _ROOT:
+            self._left[module] = self._left.get(module, 0) + 1
+            if self._left[module] <= self._early.get(module, 0):
+                self._post_backward(sim, group)
+
+    def grad_ready(self, sim: Simulation, param: TensorSlot, block: Block | None) -> None:
+        group = self._group_of[param.fqn]
+        if block is not None and param.fqn in group.grads:
+            sim.free(block)
+        elif block is not None:
+            group.grads[param.fqn] = block
+
+    def holds_grad(self, sim: Simulation, param: TensorSlot) -> bool:
+        return param.fqn in self._group_of[param.fqn].grads
+
+    def end_of_micro_step(self, sim: Simulation, micro_batch: int) -> None:
+        """`_root_post_backward_final_callback`: what has not been reduced yet, root first; then all buffers go."""
+        self._micro_batch = (micro_batch + 1) % sim.loop.grad_accum_steps
+        for group in self._groups.values():
+            if sim.trains and not group.reduced:
+                self._post_backward(sim, group)
+            group.reduced = group.in_backward = False
+            group.places.clear()
+            if group.gathered is not None:  # gathered ahead for a backward that never came
+                sim.free(group.gathered)
+            group.gathered, group.pending = None, False
+        self._drop_reduce_inputs(sim)
+        self._order.clear()
+        self._left.clear()
+
+    def step(self, sim: Simulation) -> None:
+        if sim.loop.clip_grad_norm:
+            for event in clip_grad_norm_events([self._shard(p, sim.rank) for p in self._trained(sim)], sim.target):
+                sim.run_temporary(event, "clip_grad_norm_")
+        rule = self._rule(sim)
+        sim.run_optimizer(rule.later if self._steps else rule.first, self._names(sim))
+        self._steps += 1
+
+    def zero_grad(self, sim: Simulation, set_to_none: bool) -> None:
+        if not set_to_none:
+            return
+        for param in sim.trace.params:
+            group = self._group_of[param.fqn]
+            group.shard_owners.discard(param.fqn)
+            if group.shard_grad is not None and not group.shard_owners:
+                sim.free(group.shard_grad)
+                group.shard_grad = None
+
+    # -- gather and release ----------------------------------------------------------------------------------------------
+
+    def _gather(self, sim: Simulation, group: _Group) -> None:
+        """`unshard`: the shards, cast where need be, go into the flat output of the all-gather."""
+        if group.pending or group.unsharded:
+            return
+        group.pending = True
+        if self.world_size == 1:
+            return
+        elements = sum(self._padded(p) for p in group.params)
+        nbytes = elements * ITEMSIZE[group.params[0].dtype]
+        stream = _COPY_IN_STREAM
+        cast = self._buffer(sim, nbytes, group, "cast shards", stream) if self._casts(group.params[0]) else None
+        group.gathered = self._buffer(sim, nbytes * self.world_size, group, "all-gather output", stream)
+        sim.enqueue("all_gather", nbytes * self.world_size, stream)
+        if cast is not None:
+            sim.free(cast)
+
+    def _copy_out(self, sim: Simulation, group: _Group, *, forward: bool) -> None:
+        """`wait_for_unshard`.  In forward the output outlives the copy, so that the next gather cannot overwrite it."""
+        if not group.pending:
+            return
+        group.pending = False
+        cast: Block | None = None
+        for slot in group.params:
+            nbytes = self._padded(slot) * ITEMSIZE[slot.dtype]
+            if self.world_size == 1 and self._casts(slot):
+                last, cast = cast, self._buffer(sim, nbytes, group, "cast shard")
+                if last is not None:
+                    sim.free(last)
+            what = "gathered parameter"
+            group.unsharded.append(sim.alloc(Component.COMM_BUFFER, nbytes * self.world_size, slot.fqn, what))
+        if cast is not None:
+            sim.free(cast)
+        gathered, group.gathered = group.gathered, None
+        if gathered is None:
+            return
+        gone: Block | None = gathered
+        if forward:
+            gone, self._last_gather = self._last_gather, gathered
+        if gone is not None:
+            sim.free(gone)
+
+    def _reshard(self, sim: Simulation, group: _Group) -> None:
+        for block in group.unsharded:
+            sim.free(block)
+        group.unsharded.clear()
+
+    # -- gradients -------------------------------------------------------------------------------------------------------
+
+    def _post_backward(self, sim: Simulation, group: _Group) -> None:
+        group.reduced, group.in_backward = True, False
+        for fqn in group.upcast:
+            if fqn in group.grads:
+                sim.free(group.grads.pop(fqn))
+        self._reshard(sim, group)
+        if not self._reduces:
+            for slot in group.params:
+                if slot.fqn in group.grads and self._reduce_dtype(slot) != slot.dtype:
+                    nbytes = slot.numel * ITEMSIZE[self._reduce_dtype(slot)]
+                    group.upcast[slot.fqn] = sim.alloc(Component.GRAD, nbytes, slot.fqn, "accumulated gradient")
+                    sim.free(group.grads.pop(slot.fqn))
+            return
+        self._drop_reduce_inputs(sim)
+        slots = [p for p in group.params if p.fqn in group.grads or p.fqn in group.upcast]
+        if slots:
+            self._reduce(sim, group, slots)
+
+    def _reduce(self, sim: Simulation, group: _Group, slots: list[TensorSlot]) -> None:
+        """`foreach_reduce`; the last gradient is a loop variable there, which lives until the function returns."""
+        elements = sum(self._padded(p) for p in slots)
+        dtype, stored = self._reduce_dtype(slots[0]), self._stored(slots[0])
+        nbytes = elements * ITEMSIZE[dtype]
+        self._reduce_inputs.append(self._buffer(sim, nbytes * self.world_size, group, "reduce-scatter input"))
+        grads = [group.upcast.pop(p.fqn) if p.fqn in group.upcast else group.grads.pop(p.fqn) for p in slots]
+        held = grads.pop() if self.world_size > 1 else None
+        for block in grads:
+            sim.free(block)
+        output = sim.alloc(Component.GRAD, nbytes, group.fqn, "sharded gradients", stream=_REDUCE_STREAM)
+        sim.enqueue("reduce_scatter", nbytes * self.world_size, _REDUCE_STREAM)
+        if stored != dtype:
+            reduced = output
+            size = elements * ITEMSIZE[stored]
+            output = sim.alloc(Component.GRAD, size, group.fqn, "sharded gradients", stream=_REDUCE_STREAM)
+            sim.free(reduced)
+        if group.shard_grad is None:
+            group.shard_grad = output
+            group.shard_owners = {p.fqn for p in slots}
+        else:
+            sim.free(output)  # added to the gradients that are there
+        if held is not None:
+            sim.free(held)
+
+    def _drop_reduce_inputs(self, sim: Simulation) -> None:
+        for block in self._reduce_inputs:
+            sim.free(block)
+        self._reduce_inputs.clear()
+
+    # -- small parts -----------------------------------------------------------------------------------------------------
+
+    def _buffer(self, sim: Simulation, nbytes: int, group: _Group, what: str, stream: int = DEFAULT_STREAM) -> Block:
+        return sim.alloc(Component.COMM_BUFFER, nbytes, group.fqn, what, stream=stream)
+
+    def _make_groups(self, trace: StepTrace) -> None:
+        blocks = set(self.block_fqns([(m.fqn, m.class_name) for m in trace.modules]))
+        parts: dict[str, list[TensorSlot]] = {}
+        for slot in trace.params:
+            parts.setdefault(_wrapped_by(slot.fqn, blocks), []).append(slot)
+        reshard = self.settings.reshard_after_forward
+        for index, module in enumerate(trace.modules):
+            params = parts.get(module.fqn)
+            if params and (module.fqn in blocks or module.fqn == _ROOT):
+                drops = module.fqn != _ROOT if reshard is None else reshard
+                group = self._groups[index] = _Group(module.fqn, params, drops)
+                self._group_of.update((p.fqn, group) for p in params)
+
+    def _trained(self, sim: Simulation) -> list[TensorSlot]:
+        return [sim.trace.params[i] for i in sorted(sim.trace.params_with_grad)]
+
+    def _names(self, sim: Simulation) -> list[str]:
+        return [p.fqn for p in self._trained(sim)]
+
+    def _rule(self, sim: Simulation) -> StepEvents:
+        return sim.optimizer.step([OptimizerTensor(self._shard(p, sim.rank), self._stored(p)) for p in self._trained(sim)])
+
+
+def _wrapped_by(fqn: str, blocks: Iterable[str]) -> str:
+    """The innermost wrapped module that holds a parameter; the root where there is none."""
+    return max((b for b in blocks if fqn.startswith(f"{b}.")), key=len, default=_ROOT)
+
+
+def _longest_list(modules: Sequence[tuple[str, str]]) -> list[str]:
+    """The blocks of the longest list of modules of one class; the first of several."""
+    children: dict[str, list[tuple[str, str]]] = {}
+    for fqn, kind in modules:
+        if fqn:
+            children.setdefault(fqn.rpartition(".")[0], []).append((fqn, kind))
+    best: list[str] = []
+    for fqn, kind in modules:
+        found = children.get(fqn, [])
+        if kind in _LISTS and len(found) >= _MIN_BLOCKS and len({k for _, k in found}) == 1 and len(found) > len(best):
+            best = [name for name, _ in found]
+    return best
+
+
+def _calls_with_input_gradient(trace: StepTrace, modules: Iterable[int]) -> dict[int, int]:
+    """Module -> how many of its calls hand a gradient to what came before: it touched a storage that is read after it.
+
+    Only those reduce as soon as their backward is over; the others wait for the end of the whole backward.
+    """
+    wanted = set(modules)
+    starts, inputs = trace.op_input_start.tolist(), trace.op_inputs.tolist()
+    last_read: dict[int, int] = {}
+    touched: dict[int, set[int]] = {}  # running call -> storages
+    done: list[tuple[int, int, set[int]]] = []
+    backward = False
+    for index, (kind, arg, aux) in enumerate(trace.events()):
+        if kind is EventKind.PHASE:
+            backward = arg == Phase.BACKWARD
+        elif not backward:
+            continue
+        elif kind is EventKind.OP:
+            read = inputs[starts[arg] : starts[arg + 1]]
+            last_read.update(dict.fromkeys(read, index))
+            for storages in touched.values():
+                storages.update(read)
+        elif kind is EventKind.ALLOC:
+            for storages in touched.values():
+                storages.add(arg)
+        elif kind is EventKind.GRAD:
+            last_read[aux] = index
+        elif aux == Pass.BACKWARD and int(trace.call_module[arg]) in wanted:
+            if kind is EventKind.ENTER:
+                touched[arg] = set()
+            elif kind is EventKind.LEAVE:
+                done.append((index, int(trace.call_module[arg]), touched.pop(arg)))
+    found: dict[int, int] = {}
+    for index, module, storages in done:
+        if any(last_read.get(storage, -1) > index for storage in storages):
+            found[module] = found.get(module, 0) + 1
+    return found
+
+
+def _times_entered(trace: StepTrace, fqn: str) -> int:
+    return sum(
+        kind is EventKind.ENTER and aux == Pass.FORWARD and trace.call_fqn(arg) == fqn for kind, arg, aux in trace.events()
+    )

@@ -1,0 +1,66 @@
+"""Which parameters a module uses, and whether gradients pass through it: what ZeRO-3's hooks see of a module.
+
+DeepSpeed's backward hooks sit on tensors (deepspeed/runtime/zero/parameter_offload.py, `_register_deepspeed_module`): the one
+before a module's backward on its outputs, the one after it on its *positional* inputs, and either is called only where that
+tensor carries a gradient.  An embedding's ids carry none, so its parameters are released at the end of backward.
+
+Known limits.  A trace does not say which inputs were positional: a module that has parameters of its own and gets all its
+inputs by keyword is taken for one that gets them by position.  A module that is called several times counts as one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..trace.steptrace import EventKind, Pass, StepTrace
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleUse:
+    """By module index of the trace."""
+
+    params: list[list[int]]  # indices of its own parameters, tied ones included, in rising order
+    has_input_grad: list[bool]
+    has_output_grad: list[bool]
+
+
+def module_use(trace: StepTrace) -> ModuleUse:
+    """Follows gradients through the forward pass of the trace."""
+    count = len(trace.modules)
+    own: list[set[int]] = [set() for _ in range(count)]
+    param_of = {p.storage: index for index, p in enumerate(trace.params)}
+    for index, param in enumerate(trace.params):
+        own[param.module].add(index)
+    carries = {p.storage for p in trace.params if p.requires_grad}
+    input_grad, output_grad, runs_op = [False] * count, [False] * count, [False] * count
+    born_in: dict[int, tuple[int, ...]] = {}  # storage -> the calls that were open
+    open_calls: list[int] = []
+    starts, inputs = trace.op_input_start.tolist(), trace.op_inputs.tolist()
+    module_of = trace.call_module.tolist()
+    reads_grad = False
+    for kind, arg, aux in trace.events():
+        if kind is EventKind.PHASE:
+            continue
+        if kind is EventKind.ENTER and aux == Pass.FORWARD:
+            open_calls.append(arg)
+        elif kind is EventKind.LEAVE and aux == Pass.FORWARD:
+            open_calls.pop()
+        elif kind is EventKind.OP and open_calls and trace.op_pass[arg] == Pass.FORWARD:
+            read = inputs[starts[arg] : starts[arg + 1]]
+            reads_grad = any(storage in carries for storage in read)
+            inner = module_of[open_calls[-1]]
+            own[inner].update(param_of[s] for s in read if s in param_of)
+            for call in open_calls:
+                runs_op[module_of[call]] = True
+                output_grad[module_of[call]] |= reads_grad
+                for storage in read:
+                    if storage in carries and storage not in param_of and call not in born_in.get(storage, ()):
+                        input_grad[module_of[call]] = True
+        elif kind is EventKind.ALLOC and open_calls:
+            born_in[arg] = tuple(open_calls)
+            if reads_grad:
+                carries.add(arg)
+    for module in range(count):
+        if not runs_op[module]:  # hands its input on
+            output_grad[module] = input_grad[module] = True
+    return ModuleUse([sorted(params) for params in own], input_grad, output_grad)
