@@ -236,9 +236,10 @@ class Simulation:
                 thread = int(arg == Phase.BACKWARD)
 
     def _begin(self, phase: Phase, micro_batch: int) -> None:
+        if phase is Phase.BACKWARD:
+            self._rebind()  # still forward: the loss is bound when the step has returned
         self._phase(phase)
         if phase is Phase.BACKWARD:
-            self._rebind()
             if self.loop.zero_grad == "before-backward" and micro_batch == 0:
                 self._strategy.zero_grad(self, self.loop.set_to_none)
         else:

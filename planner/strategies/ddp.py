@@ -10,8 +10,8 @@ Formula, in bytes of the gradients G (= bytes of the trainable parameters), besi
 * gradients: another G from backward to `zero_grad`, or none with `gradient_as_bucket_view` (each lives until it is copied).
 
 The buckets are made in the order of the parameters (one a dtype), and once more, in the order in which gradients became ready,
-when the second forward begins.  Gradients that are views then (a loop that clears late, or with zeros) keep the old buckets alive
-until they are copied into the new ones: for that moment there are 2 G.
+when the second forward begins.  Gradients that are views then (a loop that clears late, or with zeros) keep the old buckets
+alive until they are copied into the new ones: for that moment there are 2 G.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..clipping import clip_grad_norm_events
 from ..ledger import Component
 from ..optimizers.rule import OptimizerTensor, StepEvents
 from ..simulate import Block, Simulation
-from ..trace.steptrace import Pass, TensorSlot
+from ..trace.steptrace import EventKind, Pass, TensorSlot
 from .base import Strategy
 
 _MIB = 1 << 20
@@ -97,6 +97,10 @@ class DistributedDataParallel(Strategy):
             raise CannotTell(
                 f"--strategy ddp: {without[0]} trains but the loss does not reach it: DDP stops in the second step, "
                 "or needs find_unused_parameters=True, which is not modelled. Freeze it"
+            )
+        if not any(kind is EventKind.ENTER and not sim.trace.call_fqn(arg) for kind, arg, _ in sim.trace.events()):
+            raise CannotTell(
+                "--strategy ddp: the step never calls the whole model, so DDP would average nothing. Use another loss"
             )
         self._broadcast(sim, [*sim.trace.params, *sim.trace.buffers])
         for part in _by_dtype(self._trained(sim)):

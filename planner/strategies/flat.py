@@ -80,3 +80,20 @@ def optimizer_groups(trace: StepTrace, groups: Sequence[Sequence[str]]) -> list[
         if name not in trainable:
             raise UserError(f"optimizer groups: {name!r} is no trainable parameter of {trace.name}", "Check its name")
     return [[trainable[name] for name in group] for group in groups if group]
+
+
+def heaviest_rank(trace: StepTrace, world_size: int, groups: Sequence[Sequence[str]] = ()) -> int:
+    """The first rank that keeps the most gradient elements in ZeRO-1 and ZeRO-2; nothing else differs between ranks.
+
+    A parameter counts whole for every rank whose partition it touches, so a border inside a large embedding decides.
+    """
+    kept = [0] * world_size
+    for params in optimizer_groups(trace, groups):
+        group = flat_group(params, world_size, 0)
+        filled = [0] * world_size
+        for index, param in enumerate(params):
+            for owner, inside in group.partitions_of(index):
+                kept[owner] += param.numel
+                filled[owner] += inside
+        kept = [total + group.partition - inside for total, inside in zip(kept, filled, strict=True)]
+    return kept.index(max(kept))

@@ -5,14 +5,14 @@ Models torch 2.13, torch/distributed/fsdp/_fully_shard: `_fsdp_param.py` (`FSDPP
 `_backward_prefetch`), `_fsdp_collectives.py` (`foreach_all_gather`, `foreach_all_gather_copy_out`, `foreach_reduce`) and
 `_fsdp_state.py` (`_post_forward`, `_root_post_backward_final_callback`).
 
-Formula.  A parameter of d rows keeps ceil(d / N) rows on every rank, the last ranks padded; B is what a group's padded rows make
-together over N ranks, in elements; a, r and o are the bytes of an element as computed, as reduced, and as stored.
+Formula.  A parameter of d rows keeps ceil(d / N) rows on every rank, the last ranks padded.  B is what a group's padded rows
+make together over N ranks, in elements; a, r and o are the bytes of an element as computed, as reduced, and as stored.
 
 * kept: o B / N of parameters and of gradients, and the optimizer's state for the rows without padding;
-* forward: a B of gathered parameters, a B of all-gather output until the next group has copied its own out (so a B + a B' + a B'
-  at that copy), and a B / N for the cast where the stored type is another;
-* backward: a B gathered, a B' of the previous group's all-gather output (prefetched), a B of gradients, r B'' of the reduce-scatter
-  input of the group before; then r B of its own input, r B / N of its output, which becomes the gradient (cast to the stored type).
+* forward: a B of gathered parameters, a B of all-gather output until the next group has copied its own out (so there are
+  a B + a B' + a B' at that copy), and a B / N for the cast where the stored type is another;
+* backward: a B gathered, a B' of the previous group's all-gather output (prefetched), a B of gradients, r B'' of the input of
+  the last reduce-scatter; then r B of its own input, r B / N of its output, which becomes the gradient (cast as stored).
 
 The root is gathered until its backward is over, unless `reshard_after_forward` says otherwise.
 """
@@ -44,7 +44,7 @@ class Fsdp2Settings:
     reshard_after_forward: bool | None = None
     """None: blocks drop their gathered parameters after forward, the root keeps them.  True: all drop.  False: all keep."""
     param_dtype: str | None = None
-    """`MixedPrecisionPolicy(param_dtype=...)`: what is gathered and computed with; None: as stored.  The trace is of this type."""
+    """`MixedPrecisionPolicy(param_dtype=...)`: gathered and computed with, so the trace is of this type; None: as stored."""
     reduce_dtype: str | None = None
     """`MixedPrecisionPolicy(reduce_dtype=...)`: what gradients are reduced in; None: as computed."""
     stored_dtype: str = "float32"
@@ -132,18 +132,18 @@ class FullyShard(Strategy):
                 raise CannotTell(f"--strategy fsdp2: fully_shard refuses the scalar parameter {slot.fqn}")
             if self.settings.param_dtype not in (None, slot.dtype):
                 raise ValueError(f"{slot.fqn} was traced as {slot.dtype}, not as param_dtype {self.settings.param_dtype}")
-        if sim.trains and _times_entered(trace, _ROOT) > 1:
-            raise CannotTell("--strategy fsdp2: a step that runs the whole model more than once before backward is not modelled")
+        if sim.trains and _times_entered(trace, _ROOT) != 1:
+            raise CannotTell("--strategy fsdp2: only a step that runs the whole model once is modelled")
         if sim.trains and sim.optimizer.name in _NO_DTENSORS:
             raise CannotTell(
-                f"--strategy fsdp2: torch's {sim.optimizer.name} cannot step sharded parameters (DTensor). Use another optimizer"
+                f"--strategy fsdp2: torch's {sim.optimizer.name} cannot step sharded parameters. Use another optimizer"
             )
         self._make_groups(trace)
         self._early = _calls_with_input_gradient(trace, self._groups)
         full = {s.fqn: sim.place(Component.PARAM, s.fqn, s.shape, self._stored(s)) for s in trace.params}
         for slot in trace.buffers:
             sim.place(Component.BUFFER, slot.fqn, slot.shape, slot.dtype)
-        for group in sorted(self._groups.values(), key=lambda g: -g.fqn.count(".") if g.fqn else 1):  # innermost first, root last
+        for group in sorted(self._groups.values(), key=_depth):
             for slot in group.params:
                 sim.place(Component.PARAM, slot.fqn, (self._padded(slot),), self._stored(slot))
             for slot in group.params:  # `fully_shard` held on to them
@@ -351,6 +351,11 @@ class FullyShard(Strategy):
 
     def _rule(self, sim: Simulation) -> StepEvents:
         return sim.optimizer.step([OptimizerTensor(self._shard(p, sim.rank), self._stored(p)) for p in self._trained(sim)])
+
+
+def _depth(group: _Group) -> int:
+    """Sorts the innermost first and the root last, as the modules are wrapped."""
+    return -len(group.fqn.split(".")) if group.fqn else 0
 
 
 def _wrapped_by(fqn: str, blocks: Iterable[str]) -> str:

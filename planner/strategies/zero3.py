@@ -12,6 +12,9 @@ R elements of the bucket:
     persistent   e * c(n) * N of every parameter of at most `stage3_param_persistence_threshold` elements, from the end of
                  the first step on, but not within a step
     step         8 * largest c(n) for the norm; then g * S flat (one parameter: none) and 4 * S, sub-group by sub-group
+    recompute    the gathered weights of the recomputed block once more: the checkpoint saves views of them
+
+Known limits: a module's biases are taken as saved by its recompute, also where its op does not save them (GPT-2's Conv1D).
 
 Left out: offload, hpZ, quantised gathers, leaf modules, `zero.Init` (the whole model is on the device first), scalars.
 """
@@ -80,6 +83,7 @@ class Zero3(Strategy):
         self._oversized: list[Block] = []
         self._use: ModuleUse | None = None
         self._coordinator: ParamCoordinator | None = None
+        self._recomputed = 0  # modules left in recomputes of this micro step
         self._steps = 0
 
     def _part(self, param: TensorSlot) -> int:
@@ -180,6 +184,7 @@ class Zero3(Strategy):
         assert self._use is not None
         if kind is Pass.FORWARD and sim.trace.modules[module].fqn == "":
             self._coordinator.reset_step(sim)
+            self._recomputed = 0
         if kind is Pass.BACKWARD and not self._use.has_output_grad[module]:
             return  # no output carries a gradient: its hook is not called
         self._coordinator.fetch(sim, module, forward=kind is not Pass.BACKWARD)
@@ -188,7 +193,9 @@ class Zero3(Strategy):
         assert self._coordinator is not None
         assert self._use is not None
         if kind is Pass.RECOMPUTE:
-            self._coordinator.release_recomputed(sim, module)
+            self._recomputed += 1
+            if not self._use.cut_short[self._recomputed - 1]:
+                self._coordinator.release_recomputed(sim, module)
             return
         if kind is Pass.BACKWARD:
             self._coordinator.backward_ran(sim, module)
@@ -200,6 +207,8 @@ class Zero3(Strategy):
 
     def grad_ready(self, sim: Simulation, param: TensorSlot, block: Block | None) -> None:
         assert block is not None  # `.grad` never outlives its reduction
+        assert self._coordinator is not None
+        self._coordinator.grad_made(sim, param)
         limit = self.options.reduce_bucket_size
         if self._elements and self._elements + param.numel > limit:
             self._reduce(sim)

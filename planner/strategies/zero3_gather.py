@@ -121,8 +121,14 @@ class ParamCoordinator:
 
     def release_recomputed(self, sim: Simulation, module: int) -> None:
         """The same after a recompute: the checkpoint has saved detached views of the weights, which hold their storages until
-        the module's backward has run (torch/utils/checkpoint.py, `_recomputation_hook`)."""
+        the backward node that needs them has run (torch/utils/checkpoint.py, `_recomputation_hook`)."""
         self._release(sim, module, forward=True, saved_by=module)
+
+    def grad_made(self, sim: Simulation, param: TensorSlot) -> None:
+        """The node that made the parameter's gradient has let go of what it saved."""
+        for module in list(self._saved):
+            if any(self._params[p].slot is param for p in self._own[module]):
+                self.backward_ran(sim, module)
 
     def backward_ran(self, sim: Simulation, module: int) -> None:
         """What a checkpoint saved for the module is used up."""

@@ -22,6 +22,7 @@ class ModuleUse:
     params: list[list[int]]  # indices of its own parameters, tied ones included, in rising order
     has_input_grad: list[bool]
     has_output_grad: list[bool]
+    cut_short: list[bool]  # of every leave in a recompute, in the trace's order: an early stop left it, so no hook is called
 
 
 def module_use(trace: StepTrace) -> ModuleUse:
@@ -63,4 +64,39 @@ def module_use(trace: StepTrace) -> ModuleUse:
     for module in range(count):
         if not runs_op[module]:  # hands its input on
             output_grad[module] = input_grad[module] = True
-    return ModuleUse([sorted(params) for params in own], input_grad, output_grad)
+    return ModuleUse([sorted(params) for params in own], input_grad, output_grad, _cut_short(trace))
+
+
+def _cut_short(trace: StepTrace) -> list[bool]:
+    """A recompute stops as soon as the last tensor that was saved is there again, by an exception out of all open modules
+    (torch/utils/checkpoint.py, `_StopRecomputationError`).  That is seen by what follows: another op than in forward.
+
+    A reentrant recompute runs to its end.
+    """
+    found: list[bool] = []
+    followed_by: dict[int, int] = {}  # module -> signature of the op after it in forward
+    left: list[int] = []  # modules left in forward since the last op
+    stopped: list[tuple[int, int]] = []  # (place in `found`, module), left in a recompute since the last op
+    for kind, arg, aux in trace.events():
+        if kind is EventKind.OP:
+            signature = int(trace.op_signature[arg])
+            followed_by.update(dict.fromkeys(left, signature))
+            for place, module in stopped:
+                found[place] = followed_by.get(module) != signature
+        elif kind is EventKind.LEAVE and aux == Pass.FORWARD:
+            left.append(int(trace.call_module[arg]))
+            continue
+        elif kind is EventKind.LEAVE and aux == Pass.RECOMPUTE:
+            stopped.append((len(found), int(trace.call_module[arg])))
+            found.append(False)
+            continue
+        elif kind is EventKind.ENTER and aux == Pass.FORWARD:
+            continue  # the op that follows may be inside the next module
+        elif kind in (EventKind.ENTER, EventKind.LEAVE) and aux == Pass.BACKWARD:
+            for place, _ in stopped:
+                found[place] = True
+        elif kind is not EventKind.ENTER:
+            continue
+        left.clear()
+        stopped.clear()
+    return [False] * len(found) if trace.options.get("reentrant") else found

@@ -14,7 +14,7 @@ from memplan.planner.ledger import Component, Ledger
 from memplan.planner.loop import LoopFacts
 from memplan.planner.optimizers.traced import traced_rule
 from memplan.planner.simulate import simulate
-from memplan.planner.strategies.flat import flat_group
+from memplan.planner.strategies.flat import flat_group, heaviest_rank
 from memplan.planner.strategies.zero12 import Zero1, Zero2, ZeroOptions
 from memplan.planner.trace.options import TraceOptions
 from memplan.planner.trace.steptrace import Phase, StepTrace, TensorSlot
@@ -73,9 +73,7 @@ def test_a_gradient_that_straddles_two_ranks_is_kept_whole_by_both(chain):
     for rank in range(3):
         ledger = run(chain(), Zero2(3, rank, options))
         before_step = int(np.flatnonzero(ledger.phase == Phase.STEP)[0]) - 1
-        padding = (8190 - 8192) % 3  # L is rounded up to a multiple of 2 N = 6
-        assert padding == 1
-        pad = -(4 * P) % 6 if rank == 2 else 0
+        pad = -(4 * P) % 6 if rank == 2 else 0  # the flat length is a multiple of 2 N
         assert ledger.components_after(before_step)["grad"] == (2 * P + pad) * 2
 
 
@@ -104,6 +102,15 @@ def test_fp32_accumulation_keeps_exactly_the_partition(chain):
     ledger = run(chain(), Zero2(3, 1, ZeroOptions(reduce_bucket_size=P, grad_accum_dtype="float32")))
     before_step = int(np.flatnonzero(ledger.phase == Phase.STEP)[0]) - 1
     assert ledger.components_after(before_step)["grad"] == -(-4 * P // 6) * 2 * 4
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5, 7])
+def test_the_heaviest_rank_is_the_first_that_keeps_the_most_gradients(chain, ranks):
+    kept = []
+    for rank in range(ranks):
+        ledger = run(chain(), Zero2(ranks, rank, ZeroOptions(reduce_bucket_size=P)))
+        kept.append(ledger.components_after(int(np.flatnonzero(ledger.phase == Phase.STEP)[0]) - 1)["grad"])
+    assert heaviest_rank(chain(), ranks) == kept.index(max(kept))
 
 
 @pytest.mark.parametrize("stage", [Zero1, Zero2])

@@ -132,6 +132,7 @@ SETUPS = [
     Setup(stage=3, model="bert", precision="fp32", world_size=8, rank=7, decay_groups=True, iterations=3,
           knobs=knobs(1_000, 60_000, 5_000, 10_000, sub_group_size=9_000)),
     Setup(stage=3, model="llama", recompute="full", iterations=3, knobs=knobs(100, 20_000, 0, 3_000)),
+    Setup(stage=3, model="opt", recompute="full", world_size=3, rank=2, bucket=3_000, knobs=knobs(100, 20_000, 0, 3_000)),
     Setup(stage=3, model="gpt2", frozen=("transformer.h.0",), iterations=3, knobs=knobs(100, 20_000, 0, 3_000)),
     Setup(stage=3, model="llama", accumulate="float32", micro_steps=2, bucket=3_000, overlap=True,
           knobs=knobs(0, 1_000_000_000, 1_000_000_000, 0)),

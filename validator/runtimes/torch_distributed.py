@@ -3,8 +3,8 @@
 The group is torch's *fake* one: every collective returns at once and moves nothing, so a single process is rank r of N and
 allocates what that rank allocates.  `backend="gloo"` runs N processes that talk to each other, as a check of the fake group.
 
-Known limits: a collective's own buffers (NCCL's, gloo's) are not measured.  DDP needs a communication hook under the fake group,
-whose work has no result to hand over; with one, the reducer copies gradients into its buckets in the same way.
+Known limits: the fake group has no buffers of its own (gloo keeps its last message).  It hands over no result, so DDP gets a
+communication hook there; with one, the reducer copies gradients into its buckets in the same way.
 """
 
 from __future__ import annotations
