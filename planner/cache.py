@@ -10,11 +10,12 @@ import hashlib
 import json
 import os
 import sys
-import tempfile
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+from ..files import write_whole
 
 _warned: set[str] = set()
 
@@ -45,14 +46,7 @@ def put(name: str, data: bytes) -> None:
     try:
         home = folder()
         home.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=home, prefix=".writing-")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(data)
-            os.replace(temporary, home / name)
-        except BaseException:
-            os.unlink(temporary)
-            raise
+        write_whole(home / name, data)
     except (OSError, RuntimeError) as error:
         warn(f"the trace cache cannot be written ({error}); the answer is right, the next one will be as slow as this one")
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import os
 from itertools import pairwise
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import UserError
+from ..files import write_for_user
 from .trace.steptrace import EventKind, Pass, Phase, Role
 
 if TYPE_CHECKING:
@@ -76,16 +75,7 @@ def trace_data(trace: StepTrace) -> dict[str, Any]:
 
 def write_trace(path: str | os.PathLike[str], trace: StepTrace) -> None:
     """Writes `trace_data` to `path`: whole, or not at all.  Raises UserError where it cannot be written."""
-    target = Path(path)
-    unfinished = target.with_name(f".{target.name}.{os.getpid()}")  # beside it: only then the replacement is one step
-    data = json.dumps(trace_data(trace), separators=(",", ":"))
-    try:
-        unfinished.write_text(data, encoding="utf-8")
-        os.replace(unfinished, target)
-    except OSError as error:
-        raise UserError(f"cannot write {str(path)!r}: {error.strerror}", "Choose a folder that can be written") from error
-    finally:
-        unfinished.unlink(missing_ok=True)
+    write_for_user(path, json.dumps(trace_data(trace), separators=(",", ":")))
 
 
 def write_run(path: str | os.PathLike[str], ledger: Ledger, alloc_conf: str = "") -> None:

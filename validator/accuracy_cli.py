@@ -83,10 +83,10 @@ def _bar(total: int) -> Iterator[Callable[[int], None]]:
 
 
 def _write_page(page: Path, scored: Any, summaries: Any) -> None:
+    from ..files import write_for_user
     from ..planner.cache import library_versions
-    from .accuracy_files import write_whole
     from .accuracy_report import as_page
     from .published.causes import CAUSES
 
     versions = ", ".join(f"{name} {version}" for name, version in library_versions().items())
-    write_whole(page, as_page(scored, summaries, CAUSES, versions))
+    write_for_user(page, as_page(scored, summaries, CAUSES, versions))

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import pickle
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UserError
+from ..files import write_whole
 from .loop import Running, run
 from .measurement import MOMENTS, STEPS, PhaseBytes, Usage
 from .tensors import component_bytes
@@ -105,15 +104,7 @@ def usage(
 
 def write_snapshot(path: str, snapshot: Any) -> None:
     """A memory history as pytorch.org/memory_viz reads it; written whole or not at all."""
-    place = Path(path)
-    handle, temporary = tempfile.mkstemp(dir=place.parent, prefix=place.name, suffix=".part")
-    try:
-        with os.fdopen(handle, "wb") as stream:
-            pickle.dump(snapshot, stream)
-        os.replace(temporary, place)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    write_whole(path, pickle.dumps(snapshot))
 
 
 def process_used_bytes(properties: Any, library: Callable[[], Any] | None = None) -> int | None:

@@ -378,8 +378,9 @@ def dry_run(cases: Sequence[Case], gpu: str) -> int:
 
 def check(cases: Sequence[Case], *, budget_s: float, folder: Path) -> int:
     """Runs the cases on this machine's GPU; see the module for the exit code."""
+    from ..files import write_whole
     from .api import resolve_device
-    from .job import Job, write_whole
+    from .job import Job
 
     began = time.monotonic()
     if resolve_device("auto") != "cuda":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -83,19 +82,6 @@ class Outcome:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Outcome:
         return cls(usage=Usage.from_json(data["usage"]) if data["usage"] else None, reason=data["reason"])
-
-
-def write_whole(path: str | os.PathLike[str], content: str) -> None:
-    """Writes a file so that a reader sees all of it or nothing."""
-    place = Path(path)
-    handle, temporary = tempfile.mkstemp(dir=place.parent, prefix=place.name, suffix=".part")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            stream.write(content)
-        os.replace(temporary, place)
-    except BaseException:
-        os.unlink(temporary)
-        raise
 
 
 def read_json(path: str | os.PathLike[str]) -> Any:

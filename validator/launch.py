@@ -12,7 +12,8 @@ import tempfile
 from pathlib import Path
 from typing import BinaryIO
 
-from .job import Job, Outcome, read_json, write_whole
+from ..files import write_whole
+from .job import Job, Outcome, read_json
 
 _LAST_WORDS = 2000  # characters of the worker's output that an outcome keeps
 

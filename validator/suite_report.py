@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from .job import write_whole
+from ..files import write_whole
 from .suite import TypeRow, TypesResult, ZooResult, ZooRow
 from .tiny import SIZES
 

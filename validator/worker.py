@@ -12,7 +12,8 @@ import sys
 from collections.abc import Sequence
 
 from ..errors import MemplanError
-from .job import Job, Outcome, read_json, write_whole
+from ..files import write_whole
+from .job import Job, Outcome, read_json
 
 
 def run_job(job: Job) -> Outcome:

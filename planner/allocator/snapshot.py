@@ -10,7 +10,6 @@ import gzip
 import json
 import os
 import pickle
-import tempfile
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...errors import CannotTell, UserError
+from ...files import write_for_user
 from ...units import GiB, human
 from .config import AllocConf
 from .safe_pickle import load_plain
@@ -241,17 +241,7 @@ def write_snapshot(path: str | os.PathLike[str], segments: Iterable[SegmentState
     data = pickle.dumps(content, protocol=4)
     if target.suffix == ".gz":
         data = gzip.compress(data, mtime=0)
-    try:
-        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(data)
-            os.replace(temporary, target)
-        except BaseException:
-            os.unlink(temporary)
-            raise
-    except OSError as error:
-        raise UserError(f"cannot write {str(path)!r}: {error.strerror}", "Choose a folder that can be written") from error
+    write_for_user(target, data)
 
 
 def _plain_segment(segment: SegmentState) -> dict[str, Any]:

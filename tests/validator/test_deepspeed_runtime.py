@@ -45,6 +45,10 @@ MODELS: dict[str, dict[str, Any]] = {
         "model_type": "opt", "hidden_size": 64, "ffn_dim": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
         "vocab_size": 263, "max_position_embeddings": 64, "word_embed_proj_dim": 64, "architectures": ["OPTForCausalLM"],
     },
+    "t5": {
+        "model_type": "t5", "d_model": 48, "d_kv": 12, "d_ff": 100, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4,
+        "vocab_size": 211, "architectures": ["T5ForConditionalGeneration"],
+    },
 }  # fmt: skip
 
 
@@ -133,6 +137,7 @@ SETUPS = [
           knobs=knobs(1_000, 60_000, 5_000, 10_000, sub_group_size=9_000)),
     Setup(stage=3, model="llama", recompute="full", iterations=3, knobs=knobs(100, 20_000, 0, 3_000)),
     Setup(stage=3, model="opt", recompute="full", world_size=3, rank=2, bucket=3_000, knobs=knobs(100, 20_000, 0, 3_000)),
+    Setup(stage=3, model="t5", world_size=5, rank=4, iterations=3, knobs=knobs(100, 20_000, 0, 3_000)),
     Setup(stage=3, model="gpt2", frozen=("transformer.h.0",), iterations=3, knobs=knobs(100, 20_000, 0, 3_000)),
     Setup(stage=3, model="llama", accumulate="float32", micro_steps=2, bucket=3_000, overlap=True,
           knobs=knobs(0, 1_000_000_000, 1_000_000_000, 0)),

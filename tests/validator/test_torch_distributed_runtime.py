@@ -147,13 +147,12 @@ def test_processes_that_really_talk_to_each_other_use_what_the_fake_group_does(m
     fake = torch_distributed.measure(request, make(), leaf_outputs(trace), rank=1)
     real = torch_distributed.measure(request, make(), leaf_outputs(trace), rank=1, backend="gloo")
     rows = rows_of(fake, real)
-    differences = {r.measured_bytes - r.predicted_bytes for r in rows}
     assert {r.difference_bytes for r in rows if r.what not in ("peak", "after")} == {0}
-    # gloo has memory of its own: the order of the buckets for DDP; for FSDP2 a copy of each reduce-scatter's input, one that is
-    # on its way and the last one of each of its two threads
-    allowed = 4 * (len(trace.params) + 1) if make().name == "ddp" else 3 * largest_message(trace)
-    assert min(differences) == 0
-    assert max(differences) <= allowed
+    # gloo's two threads hold on to the last message of each as they like: a bucket, or a copy of a reduce-scatter's input
+    message = sum(p.nbytes for p in trace.params) if make().name == "ddp" else largest_message(trace)
+    extra = [-r.difference_bytes for r in rows if r.what in ("peak", "after")]
+    assert min(extra) >= 0
+    assert max(extra) <= 3 * message  # and one on its way
 
 
 def largest_message(trace) -> int:

@@ -4,8 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
+from memplan.files import write_whole
 from memplan.validator.api import request_for
-from memplan.validator.job import Job, Outcome, write_whole
+from memplan.validator.job import Job, Outcome
 from memplan.validator.launch import run_isolated
 from memplan.validator.worker import run_job
 
