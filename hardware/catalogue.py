@@ -142,6 +142,14 @@ def all_reduce_curves() -> tuple[CollectiveCurve, ...]:
     return tuple(CollectiveCurve.model_validate(row) for row in _read("links.json")["all_reduce"])
 
 
+def communicator_bytes(gpus: int) -> int:
+    """What one NCCL communicator of `gpus` GPUs holds on each: measured for 2 and for 3 to 4 on A100 with NVLink; more ranks
+    in a node add channels to no new peer of a ring, so the latter stands for them too."""
+    wanted = "communicator-2-gpus" if gpus == 2 else "communicator-4-gpus"
+    figure = next(f for f in nccl_figures() if f.key == wanted)
+    return int(figure.values[0]) * 2**20
+
+
 def nccl_figures() -> tuple[Figure, ...]:
     """Published figures about the GPU memory that NCCL takes outside PyTorch's allocator."""
     return tuple(Figure.model_validate(row) for row in _read("links.json")["nccl"])

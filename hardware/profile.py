@@ -118,6 +118,10 @@ class Device(Record):
         """Dense peak for `dtype`; a type without hardware of its own runs at the fp32 rate (bf16 on Turing is emulated so)."""
         return self.flops_per_s.get(dtype, self.flops_per_s["fp32"])
 
+    def with_communicator(self, nbytes: int) -> Device:
+        """The same card in a job of several GPUs: NCCL's buffers lie outside PyTorch's allocator, beside the context."""
+        return self.model_copy(update={"context_bytes": self.context_bytes + nbytes})
+
     def with_memory(self, total_bytes: int) -> Device:
         """The same card with `total_bytes` of memory: a modded board, ECC switched on, or the user's own reading."""
         return self.model_copy(

@@ -168,6 +168,8 @@ def _floor_bytes(request: Request, prediction: Prediction) -> int:
     from .trace.options import PARAM_DTYPE
     from .trace.steptrace import ITEMSIZE
 
+    if request.gpus > 1:
+        return 0  # the strategy decides what lies on each card
     size = ITEMSIZE[PARAM_DTYPE[request.precision]]
     if request.mode != "train":
         return prediction.num_params * size
@@ -203,11 +205,11 @@ def _changes(request: Request) -> Iterator[_Change]:
         yield _Change(
             "recompute activations in backward (about a third more compute)", "--recompute full", request.but(recompute="full")
         )
-    if trains and request.precision == "fp32":
+    if trains and request.precision == "fp32" and request.strategy in ("single", "ddp"):
         yield _Change(
             "compute in bf16, keep fp32 weights (autocast)", "--precision bf16-autocast", request.but(precision="bf16-autocast")
         )
-    if request.precision in ("fp32", "bf16-autocast"):
+    if request.precision in ("fp32", "bf16-autocast") and request.strategy in ("single", "ddp"):
         yield _Change(
             "weights, gradients and state in bf16, without fp32 masters", "--precision bf16", request.but(precision="bf16")
         )
@@ -265,6 +267,8 @@ def _larger_card(request: Request, traces: TraceSource, prediction: Prediction) 
     """The smallest of the usual cards on which it fits as it is."""
     from ..hardware.catalogue import device
 
+    if request.gpus > 1:
+        return []
     cards = sorted(map(device, _USUAL_CARDS), key=lambda d: d.usable_bytes)
     for card in cards:
         if card.usable_bytes < prediction.reserved_peak_bytes:

@@ -183,7 +183,7 @@ def predicted_events(
     trace = traces.step(request)
     kernels = Kernels.for_device(request.device, torch_version or trace.versions["torch"])
     optimizer = traced_rule(request.optimizer, request.optimizer_impl) if request.mode == "train" else None
-    ledger, _ = simulate(trace, make_strategy(request.strategy), optimizer=optimizer, loop=request.loop, kernels=kernels)
+    ledger, _ = simulate(trace, make_strategy(request, trace), optimizer=optimizer, loop=request.loop, kernels=kernels)
     return _events(ledger, whole=cold, with_workspaces=cold or step == "first")
 
 

@@ -70,7 +70,7 @@ def make_request(
     **options: Any,
 ) -> Request:
     """A checked Request from what a person types.  Raises UserError with the option's name."""
-    from ..hardware.catalogue import resolve
+    from ..hardware.catalogue import communicator_bytes, resolve
     from ..models import ModelSpec, load
 
     if isinstance(model, str):
@@ -96,8 +96,12 @@ def make_request(
         options["seq_len"] = min(DEFAULT_SEQ_LEN, spec.max_seq_len or DEFAULT_SEQ_LEN)
         if spec.task not in ("image-classification",):
             defaults.append(f"sequence length {options['seq_len']} (not given)")
+    if options.get("gpus", 1) > 1:
+        device = device.with_communicator(communicator_bytes(options["gpus"]))
     if options.get("precision") is None:
         options["precision"], reason = _default_precision(spec, device)
+        if options["precision"] == "bf16" and str(options.get("strategy", "")).startswith(("zero", "fsdp")):
+            options["precision"], reason = "bf16-mixed", reason + ", with fp32 masters"
         defaults.append(f"precision {options['precision']} (not given: {reason})")
     return Request(model=spec, device=device, loop=LoopFacts(**loop_facts), defaults=tuple(defaults), **options)
 

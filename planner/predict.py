@@ -17,7 +17,7 @@ from .ledger import Ledger, Tier
 from .optimizers.traced import traced_rule
 from .prediction import Failure, HostNeeds, Moment, Prediction, Verdict
 from .simulate import simulate
-from .strategies import make_strategy
+from .strategies import make_strategy, said_of
 from .trace.steptrace import Phase
 
 if TYPE_CHECKING:
@@ -91,9 +91,16 @@ def ledger_of(request: Request, trace: StepTrace) -> Ledger:
     """The ledger of the run that `request` asks about."""
     target = str(trace.options["target"])
     kernels = Kernels.for_device(request.device, trace.versions["torch"]) if target == "cuda" else Kernels.none()
-    optimizer = traced_rule(request.optimizer, request.optimizer_impl, target=target) if request.mode == "train" else None
-    ledger, _ = simulate(trace, make_strategy(request.strategy), optimizer=optimizer, loop=request.loop, kernels=kernels)
+    optimizer = traced_rule(request.optimizer, optimizer_impl(request), target=target) if request.mode == "train" else None
+    ledger, _ = simulate(trace, make_strategy(request, trace), optimizer=optimizer, loop=request.loop, kernels=kernels)
     return ledger
+
+
+def optimizer_impl(request: Request) -> str:
+    """The optimizer's implementation: DeepSpeed's own Adam is a fused one (ops/adam/fused_adam.py)."""
+    if request.optimizer_impl == "default" and request.strategy.startswith("zero") and request.optimizer in ("adam", "adamw"):
+        return "fused"
+    return request.optimizer_impl
 
 
 def replay_ledger(
@@ -192,15 +199,17 @@ def _phases(ledger: Ledger, free: ReplayResult) -> dict[str, Moment]:
 
 
 def _assumptions(request: Request, trace: StepTrace) -> list[str]:
-    said = [*request.defaults, *trace.assumptions]
+    said = [*request.defaults, *trace.assumptions, *said_of(request)]
     if request.mode == "train":
-        rule = traced_rule(request.optimizer, request.optimizer_impl, target=str(trace.options["target"]))
+        rule = traced_rule(request.optimizer, optimizer_impl(request), target=str(trace.options["target"]))
         said.append(f"torch.optim {rule.name}, {rule.impl} implementation")
         said += request.loop.assumptions()
     device = request.device
     said.append(
         f"{device.name}: torch reports {gib(device.total_bytes)} ({device.total_status}); "
-        f"{gib(device.context_bytes)} go to the CUDA context and its kernels; nothing else runs on the card"
+        f"{gib(device.context_bytes)} go to the CUDA context and its kernels"
+        + (" and to NCCL" if request.gpus > 1 else "")
+        + "; nothing else runs on the card"
     )
     if any(s.op.startswith("aten.convolution") for s in trace.signatures):
         said.append("cuDNN's convolution workspaces are not counted: their sizes are not published")

@@ -187,12 +187,13 @@ def _table(p: Prediction, width: int, bar: str) -> str:
     def sum_line(label: str, value: int, num_rows: int) -> str:
         return f"= {label:<{_LABEL_WIDTH}}{figure(value):>9}{sum(percents[:num_rows]):>6} %"
 
+    outside = "CUDA and NCCL" if p.question.get("gpus", 1) > 1 else "CUDA itself"
     lines = [f"{'Memory on the card at the peak':<{_LABEL_WIDTH + 2}}{'GiB':>9}{'share':>8}"]
     lines += [part(label, index) for index, label in enumerate(labels)]
     lines.append(sum_line("in use by tensors (allocated)", sums.allocated, len(figures) - 2))
     lines.append(part("kept by PyTorch for reuse, and holes", len(figures) - 2))
     lines.append(sum_line("held by PyTorch (reserved)", sums.reserved, len(figures) - 1))
-    lines.append(part("CUDA itself (context, loaded kernels)", len(figures) - 1))
+    lines.append(part(f"{outside} (context, loaded kernels)", len(figures) - 1))
     lines.append(
         sum_line(
             f"what nvidia-smi {'will' if sums.free >= 0 else 'would have to'} show", sums.reserved + sums.context, len(figures)
@@ -209,7 +210,8 @@ def _where(p: Prediction, width: int) -> str:
     assert p.peak is not None
     peak = p.peak
     phase = _phase(peak.phase, peak.step) if p.question["mode"] == "train" else PHASE.get(peak.phase, peak.phase)
-    return "\n".join(_named("peak", f"in the {phase}{_place(peak, ', ')}", width))
+    when = phase if phase.startswith("before") else f"in the {phase}"
+    return "\n".join(_named("peak", f"{when}{_place(peak, ', ')}", width))
 
 
 def _phase(phase: str, step: str) -> str:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import CannotTell, UserError, did_you_mean
 from .loop import LoopFacts
+from .strategies import DISTRIBUTED, MIXED, SINGLE
 from .trace.options import recompute_parts
 
 if TYPE_CHECKING:
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 PRECISIONS = ("fp32", "bf16", "fp16", "bf16-autocast", "fp16-autocast", "bf16-mixed", "fp16-mixed")
 METHODS = ("full",)
-STRATEGIES = ("single",)
+STRATEGIES = (SINGLE, *DISTRIBUTED)
 MODES = ("train", "forward", "inference")
 ATTENTIONS = ("sdpa", "eager", "flash_attention_2")
 LOSSES = ("model", "plain", "chunked")
@@ -27,7 +28,7 @@ DEFAULT_IMAGE_SEQ_LEN = 0
 
 # Words of the command line that this version does not plan yet.  Asking for one is no mistake: the answer is unknown.
 _LATER_METHODS = ("lora", "qlora", "dora", "freeze", "galore", "badam", "lomo", "lisa", "mezo", "zo2", "distzo2")
-_LATER_STRATEGIES = ("ddp", "zero0", "zero1", "zero2", "zero3", "fsdp1", "fsdp2", "hsdp")
+_LATER_STRATEGIES = ("zero0", "fsdp1", "hsdp")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,23 +74,39 @@ class Request:
         _one_of("--strategy", self.strategy, STRATEGIES, _LATER_STRATEGIES)
         recompute_parts(self.recompute)
         _one_of("--loss", self.loss, LOSSES)
-        if self.precision.endswith("-mixed"):
-            raise CannotTell(
-                f"--precision {self.precision} (16-bit parameters with fp32 masters) belongs to DeepSpeed and FSDP, "
-                "which are not modelled yet. On one GPU use bf16, or bf16-autocast"
-            )
+        self._check_strategy()
         if self.loop.grad_accum_steps < 1:
             raise UserError(f"--grad-accum {self.loop.grad_accum_steps}: must be at least 1", "Leave it out for none")
         for name, value in (("--target-len", self.target_len), ("--image-size", self.image_size), ("--gpus", self.gpus)):
             if value is not None and value < 1:
                 raise UserError(f"{name} {value}: must be at least 1", "Leave it out for the default")
-        if self.gpus != 1:
-            raise CannotTell(f"--gpus {self.gpus}: several GPUs are not modelled yet. Ask for one GPU")
         if self.compiled:
             raise CannotTell(
                 "torch.compile is not modelled: its kernels keep and recompute other tensors than eager ones. "
                 "Use --assume-eager for the eager answer"
             )
+
+    def _check_strategy(self) -> None:
+        if self.strategy == SINGLE:
+            if self.gpus != 1:
+                raise CannotTell(
+                    f"--gpus {self.gpus} with --strategy single. Name how they share the work: {', '.join(DISTRIBUTED)}"
+                )
+            if self.precision in MIXED:
+                raise CannotTell(
+                    f"--precision {self.precision} (16-bit parameters with fp32 masters) belongs to DeepSpeed and FSDP. "
+                    "On one GPU use bf16, or bf16-autocast"
+                )
+        elif self.gpus < 2:
+            raise UserError(f"--strategy {self.strategy}: expected several GPUs, got {self.gpus}", "Say how many with --gpus N")
+        elif self.strategy == "ddp" and self.precision in MIXED:
+            raise CannotTell(f"--precision {self.precision}: DDP keeps no fp32 masters. Use bf16, bf16-autocast or fp32")
+        elif self.strategy.startswith("zero") and self.precision not in ("fp32", *MIXED):
+            raise CannotTell(f"--precision {self.precision}: DeepSpeed keeps fp32 masters. Use bf16-mixed, fp16-mixed or fp32")
+        elif self.strategy == "fsdp2" and self.precision.endswith("autocast"):
+            raise CannotTell(f"--precision {self.precision} under FSDP2 is not modelled yet. Use bf16-mixed, bf16 or fp32")
+        if self.strategy != SINGLE and self.mode != "train":
+            raise CannotTell(f"--mode {self.mode} with --strategy {self.strategy} is not modelled yet. Use --mode train")
 
     def but(self, **changes: Any) -> Request:
         """The same question with some things changed; loop facts are named with their own field names."""

@@ -15,6 +15,10 @@ make together over N ranks, in elements; a, r and o are the bytes of an element 
   the last reduce-scatter; then r B of its own input, r B / N of its output, which becomes the gradient (cast as stored).
 
 The root is gathered until its backward is over, unless `reshard_after_forward` says otherwise.
+
+Known limits.  With `param_dtype` only parameters are narrow in a real run: buffers and floating-point inputs (images, sound)
+stay as they are.  A trace of a wholly narrow model misses them; models that read token ids and keep no buffers are exact.
+Clipping sharded gradients makes a few scalars more.
 """
 
 from __future__ import annotations

@@ -7,7 +7,10 @@ from typing import Any
 
 from ...errors import UserError
 
-PARAM_DTYPE = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "bf16-autocast": "float32", "fp16-autocast": "float32"}
+PARAM_DTYPE = {
+    "fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "bf16-autocast": "float32", "fp16-autocast": "float32",
+    "bf16-mixed": "bfloat16", "fp16-mixed": "float16",
+}  # fmt: skip
 AUTOCAST_DTYPE = {"bf16-autocast": "bfloat16", "fp16-autocast": "float16"}
 HALF = ("float16", "bfloat16")
 

@@ -126,7 +126,7 @@ def test_a_tight_fit_is_a_failure_only_with_strict(capsys, peaks):
     "words",
     [
         "--method lora",
-        "--strategy zero3",
+        "--strategy fsdp1",
         "--gpus 2",
         "--nodes 2",
         "--offload cpu",

@@ -18,7 +18,6 @@ from memplan.planner.loop import LoopFacts
 from memplan.planner.optimizers.rule import OptimizerTensor
 from memplan.planner.optimizers.traced import traced_rule
 from memplan.planner.simulate import Block, Simulation, simulate
-from memplan.planner.strategies import make_strategy
 from memplan.planner.strategies.base import Run, Segment, Strategy
 from memplan.planner.strategies.single import SingleDevice
 from memplan.planner.trace.options import TraceOptions
@@ -377,7 +376,3 @@ def test_packing_moves_every_saved_activation_to_the_host_and_back(tmp_path):
     assert ledger.live_bytes(Tier.HOST_PINNED)[-1] == 0
     # on the GPU the input and one hidden state, while its layer makes the next one
     assert peak_in(ledger, Phase.FORWARD) == 6 * W + 3 * H
-
-
-def test_a_strategy_is_made_by_the_name_of_the_command_line():
-    assert isinstance(make_strategy("single"), SingleDevice)
