@@ -162,6 +162,8 @@ def test_a_remedy_needs_what_it_promises_when_it_is_applied_as_written(source, s
     found = remedies_of(request, source)
     assert found
     for remedy in found:
+        if remedy.option.startswith("--gpu "):
+            continue  # another card: the next test
         applied = predict(apply(request, remedy.option), source)
         assert (applied.reserved_peak_bytes, applied.verdict) == (remedy.reserved_peak_bytes, remedy.verdict), remedy.option
 
@@ -184,8 +186,17 @@ def test_a_smaller_batch_keeps_the_samples_of_an_optimizer_step(source):
 
 
 def test_where_nothing_helps_no_change_promises_to(source):
-    # 15 million parameters and their gradients take 60 MB in 16 bits
-    assert all(r.verdict is Verdict.DOES_NOT_FIT for r in remedies_of(asked(2**25), source))
+    # 15 million parameters and their gradients take 60 MB in 16 bits: only another card is left
+    helping = [r.option for r in remedies_of(asked(2**25), source) if r.verdict is not Verdict.DOES_NOT_FIT]
+    assert [option.split()[0] for option in helping] == ["--gpu"]
+
+
+def test_the_card_that_is_offered_is_one_on_which_it_fits_as_it_is(source):
+    from memplan.hardware.catalogue import device
+
+    request = asked(2**25)
+    (option,) = [r.option for r in remedies_of(request, source) if r.option.startswith("--gpu ")]
+    assert predict(request.but(device=device(option.split()[1])), source).verdict is Verdict.FITS
 
 
 def test_advice_depends_on_the_verdict(source):

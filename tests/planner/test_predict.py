@@ -173,11 +173,11 @@ def test_frozen_parameters_take_neither_gradient_nor_state(source):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"gpus": 2}, "several GPUs"),
+        ({"gpus": 2}, "--strategy single"),
         ({"compiled": True}, "torch.compile"),
         ({"precision": "bf16-mixed"}, "masters"),
         ({"method": "lora"}, "lora"),
-        ({"strategy": "zero3"}, "zero3"),
+        ({"strategy": "fsdp1"}, "fsdp1"),
     ],
 )
 def test_what_is_not_modelled_is_unknown_with_the_reason(source, changes, said):

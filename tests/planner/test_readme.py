@@ -41,7 +41,7 @@ def test_the_demo_of_the_makefile_is_the_command_of_the_readme():
 def test_folders_that_the_readme_names_exist():
     named = re.findall(r"^(\w+)/ +", README, re.MULTILINE)
 
-    assert len(named) == 6
+    assert len(named) == 7
     assert [name for name in named if not (ROOT / name).is_dir()] == []
 
 

@@ -75,7 +75,7 @@ def test_peaks_further_apart_than_the_tolerance_are_exit_code_1(monkeypatch, cap
         (("gpt2", "--seq", "9999"), "gpt2 has positions for 1024 tokens"),
         (("gpt2", "--optimizer", "adamm", "--seq", "8"), "--optimizer adamm: not known"),
         (("gpt2", "--snapshot", "x.pickle"), "--snapshot: only a GPU run has a memory history"),
-        (("gpt2", "--strategy", "zero3"), "--strategy zero3 is not modelled yet"),
+        (("gpt2", "--strategy", "fsdp1"), "--strategy fsdp1 is not modelled yet"),
         (("gpt2", "--offload", "optimizer"), "--offload optimizer: moving tensors to the host is not modelled yet"),
         (("gpt2", "--attention", "flash_attention_2"), "flash_attention_2 runs on a GPU only"),
         (("no-such-model-at-all/",), "model"),

@@ -72,13 +72,15 @@ def _measure_one(request: Request, parallel: Parallel, outputs: Outputs, place: 
 def _measure_all(request: Request, parallel: Parallel, outputs: Outputs) -> list[Usage]:
     """One process a rank; they meet in a file."""
     import multiprocessing
+    from concurrent.futures import ProcessPoolExecutor
 
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="memplan-") as folder:
         store = os.path.join(folder, "store")
         ranks = [Rank(rank=r, world_size=parallel.world_size, backend="gloo", store=store) for r in range(parallel.world_size)]
-        with context.Pool(len(ranks)) as pool:
-            return pool.starmap(_measure_one, [(request, parallel, outputs, place) for place in ranks], chunksize=1)
+        # not a Pool, which would start a rank that died again and again, for ever
+        with ProcessPoolExecutor(len(ranks), mp_context=context) as pool:
+            return [f.result() for f in [pool.submit(_measure_one, request, parallel, outputs, place) for place in ranks]]
 
 
 @contextlib.contextmanager
