@@ -116,6 +116,7 @@ def _forget(folders: list[Path]) -> None:
     claimed = {p.stem for folder in folders for p in folder.glob("*.py")}
     claimed |= {p.name for folder in folders for p in folder.iterdir() if p.is_dir() and p.name.isidentifier()}
     claimed -= {"memplan", "__main__", "conftest"} | set(sys.stdlib_module_names)
+    doomed = []  # deleted after the loop: a namespace package below one that is gone cannot say where it lies
     for name, module in list(sys.modules.items()):
         top = name.partition(".")[0]
         if top not in claimed:
@@ -123,6 +124,8 @@ def _forget(folders: list[Path]) -> None:
         places = [getattr(module, "__file__", None), *list(getattr(module, "__path__", []))]
         if any(Path(p).resolve().is_relative_to(i) for p in places if p for i in installed):
             continue
+        doomed.append(name)
+    for name in doomed:
         del sys.modules[name]
 
 

@@ -129,7 +129,8 @@ def test_two_projects_with_a_folder_of_the_same_name_stay_apart(tmp_path):
     assert widths == [11, 12]
 
 
-def test_a_file_named_like_a_standard_module_does_not_replace_it(tmp_path):
+def test_a_file_named_like_a_standard_module_does_not_replace_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))  # processes started later would inherit the folder
     import random
 
     made(write(tmp_path / "random.py", NET))
