@@ -121,7 +121,10 @@ def _forget(folders: list[Path]) -> None:
         top = name.partition(".")[0]
         if top not in claimed:
             continue
-        places = [getattr(module, "__file__", None), *list(getattr(module, "__path__", []))]
+        try:
+            places = [getattr(module, "__file__", None), *list(getattr(module, "__path__", []))]
+        except KeyError:  # a namespace package whose parent is gone already
+            places = []
         if any(Path(p).resolve().is_relative_to(i) for p in places if p for i in installed):
             continue
         doomed.append(name)
