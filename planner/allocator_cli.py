@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING, Any, cast
 
 from ..errors import UserError
-from .options import add_hardware_options, add_model_options, add_run_options, not_modelled, request_from
+from .options import add_hardware_options, add_model_options, add_run_options, request_from
 
 if TYPE_CHECKING:
     from .against import Against
@@ -105,7 +105,6 @@ def _run_against(args: argparse.Namespace) -> int:
     import json
     import re
 
-    from ..errors import CannotTell
     from .against import against
     from .allocator.config import AllocConf
     from .allocator.snapshot import read_snapshot
@@ -119,9 +118,6 @@ def _run_against(args: argparse.Namespace) -> int:
         raise UserError(f"--torch {args.torch!r}: expected a version", "Write for example 2.6")
     if args.top < 0:
         raise UserError(f"--top {args.top}: must be 0 or more", "Leave it out for the default")
-    missing = not_modelled(args)
-    if missing:
-        raise CannotTell(missing)
     snapshot = read_snapshot(args.file)
     device = _devices(args, snapshot)[0]
     conf = None if args.alloc_conf is None else AllocConf.parse(args.alloc_conf)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import UserError
 from . import allocator_cli
-from .options import add_hardware_options, add_model_options, add_run_options, not_modelled, request_from
+from .options import add_hardware_options, add_model_options, add_run_options, request_from
 
 if TYPE_CHECKING:
     from .prediction import Prediction
@@ -74,13 +74,10 @@ def run_fit(args: argparse.Namespace) -> int:
 
 
 def _predict(args: argparse.Namespace, say: Any) -> Prediction:
-    from .predict import predict, unknown
+    from .predict import predict
     from .trace.source import TraceSource
 
     request = request_from(args)
-    missing = not_modelled(args)
-    if missing:
-        return unknown(request, missing)
     source = TraceSource()
     prediction = predict(request, source)
     if args.no_advice or prediction.verdict == "unknown":
@@ -93,7 +90,6 @@ def _predict(args: argparse.Namespace, say: Any) -> Prediction:
 
 def run_trace(args: argparse.Namespace) -> int:
     """Prints what one step does, and writes the files that were asked for."""
-    from ..errors import CannotTell
     from .predict import ledger_of
     from .progress import progress
     from .trace.source import trace_options
@@ -105,9 +101,6 @@ def run_trace(args: argparse.Namespace) -> int:
         if not os.path.isdir(os.path.dirname(path) or "."):
             raise UserError(f"cannot write {path!r}: there is no such folder", "Choose a folder that exists")
     request = request_from(args)
-    missing = not_modelled(args)
-    if missing:
-        raise CannotTell(missing)
     request.check()
     with progress(f"recording one step of {args.model}"):
         from .trace.tracer import trace_step

@@ -34,6 +34,8 @@ def add_hardware_options(parser: argparse.ArgumentParser, *, default: str) -> No
     group.add_argument("--gpu-memory", metavar="SIZE", help="memory of the card, instead of the catalogue's: 24GiB, 80GB")
     group.add_argument("--gpus", type=int, metavar="N", help="GPUs in all (default: 1)")
     group.add_argument("--nodes", type=int, metavar="N", help="machines that the GPUs are spread over (default: 1)")
+    group.add_argument("--host-ram", metavar="SIZE", help="memory of each machine: 512GiB (default: not known)")
+    group.add_argument("--nvme", metavar="SIZE", help="free disk of each machine for offload: 2TiB (default: not known)")
 
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:
@@ -64,7 +66,12 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--freeze", metavar="PREFIX", action="append", default=[], help="parameters that do not train (may be repeated)"
     )
-    how.add_argument("--offload", metavar="X", help="what is moved to the host (default: nothing)")
+    how.add_argument(
+        "--offload",
+        metavar="X",
+        help="what leaves the GPU: optimizer, param, optimizer:nvme, param:nvme, joined with + (default: none)",
+    )
+    how.add_argument("--rank", type=int, metavar="R", help="the process that is shown (default: the one that needs most)")
     how.add_argument("--compile", action="store_true", help="the run uses torch.compile, which is not modelled")
     how.add_argument("--assume-eager", action="store_true", help="with --compile: answer as if it did not")
     loop = parser.add_argument_group("the training loop")
@@ -79,20 +86,12 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     loop.add_argument("--alloc-conf", metavar="TEXT", help="settings as in PYTORCH_ALLOC_CONF")
 
 
-def not_modelled(args: argparse.Namespace) -> str:
-    """Why options that have no field in a Request cannot be answered, or ""."""
-    if args.nodes is not None and args.nodes != 1:
-        return f"--nodes {args.nodes}: several machines are not modelled yet. Ask for one GPU"
-    if args.offload not in (None, "none"):
-        return f"--offload {args.offload}: moving tensors to the host is not modelled yet. Leave it out"
-    return ""
-
-
 def request_from(args: argparse.Namespace) -> Request:
     """The question that the options of this module ask.  Raises UserError with the option's name."""
     from dataclasses import replace
 
     from ..models.overrides import parse_settings
+    from ..units import parse_bytes
     from .api import make_request
 
     for option in ("micro_batch", "seq", "target_len", "image_size", "gpus", "nodes", "grad_accum"):
@@ -123,6 +122,11 @@ def request_from(args: argparse.Namespace) -> Request:
         attention=args.attention,
         mode=args.mode,
         gpus=args.gpus,
+        nodes=args.nodes,
+        rank=args.rank,
+        offload=_parts(args.offload),
+        host_ram_bytes=args.host_ram and parse_bytes(args.host_ram, "--host-ram"),
+        nvme_bytes=args.nvme and parse_bytes(args.nvme, "--nvme"),
         frozen=tuple(args.freeze),
         compiled=args.compile and not args.assume_eager,
         alloc_conf=args.alloc_conf,
@@ -137,3 +141,8 @@ def request_from(args: argparse.Namespace) -> Request:
         )
         request = replace(request, defaults=(*request.defaults, said))
     return request
+
+
+def _parts(text: str | None) -> tuple[str, ...]:
+    """ "optimizer+param" as its parts; "none" and nothing are no parts."""
+    return () if text in (None, "", "none") else tuple(text.split("+"))

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import CannotTell, UserError, did_you_mean
 from .loop import LoopFacts
-from .strategies import DISTRIBUTED, MIXED, SINGLE
+from .strategies import DISTRIBUTED, SINGLE, check_strategy
 from .trace.options import recompute_parts
 
 if TYPE_CHECKING:
     from ..hardware.profile import Device
     from ..models import ModelSpec
+    from .strategies.deepspeed_settings import DeepSpeedSettings
 
 PRECISIONS = ("fp32", "bf16", "fp16", "bf16-autocast", "fp16-autocast", "bf16-mixed", "fp16-mixed")
 METHODS = ("full",)
@@ -22,6 +23,8 @@ ATTENTIONS = ("sdpa", "eager", "flash_attention_2")
 LOSSES = ("model", "plain", "chunked")
 # Other spellings that people use, by option.
 ALIASES = {"attention": {"flash2": "flash_attention_2"}, "loss": {"hf": "model"}}
+# What can leave the GPU, by where it goes.
+OFFLOADS = {"cpu": ("optimizer", "param"), "nvme": ("optimizer:nvme", "param:nvme")}
 DEFAULT_MICRO_BATCH_SIZE = 1
 DEFAULT_SEQ_LEN = 2048  # capped by the model's positions
 DEFAULT_IMAGE_SEQ_LEN = 0
@@ -54,6 +57,17 @@ class Request:
     use_cache: bool = False
     """The model builds a key-value cache in training (config.use_cache); transformers' Trainer switches it off."""
     gpus: int = 1
+    """Of all machines together: the world size."""
+    nodes: int = 1
+    rank: int | None = None
+    """The rank that is shown; None: the most loaded one."""
+    offload: tuple[str, ...] = ()
+    """What leaves the GPU, of `OFFLOADS`."""
+    deepspeed: DeepSpeedSettings | None = None
+    """Knobs of the DeepSpeed engine; None: its defaults."""
+    host_ram_bytes: int | None = None
+    """Memory of each machine; None: not known, so that it cannot be too small."""
+    nvme_bytes: int | None = None
     frozen: tuple[str, ...] = ()
     compiled: bool = False
     """The run uses torch.compile, which is not modelled."""
@@ -87,24 +101,12 @@ class Request:
             )
 
     def _check_strategy(self) -> None:
-        if self.strategy == SINGLE:
-            if self.gpus != 1:
-                raise CannotTell(
-                    f"--gpus {self.gpus} with --strategy single. Name how they share the work: {', '.join(DISTRIBUTED)}"
-                )
-            if self.precision in MIXED:
-                raise CannotTell(
-                    f"--precision {self.precision} (16-bit parameters with fp32 masters) belongs to DeepSpeed and FSDP. "
-                    "On one GPU use bf16, or bf16-autocast"
-                )
-        elif self.gpus < 2:
+        known = [part for device in OFFLOADS.values() for part in device]
+        for part in self.offload:
+            _one_of("--offload", part, tuple(known))
+        if self.strategy != SINGLE and self.gpus < 2 and not self.strategy.startswith("zero"):
             raise UserError(f"--strategy {self.strategy}: expected several GPUs, got {self.gpus}", "Say how many with --gpus N")
-        elif self.strategy == "ddp" and self.precision in MIXED:
-            raise CannotTell(f"--precision {self.precision}: DDP keeps no fp32 masters. Use bf16, bf16-autocast or fp32")
-        elif self.strategy.startswith("zero") and self.precision not in ("fp32", *MIXED):
-            raise CannotTell(f"--precision {self.precision}: DeepSpeed keeps fp32 masters. Use bf16-mixed, fp16-mixed or fp32")
-        elif self.strategy == "fsdp2" and self.precision.endswith("autocast"):
-            raise CannotTell(f"--precision {self.precision} under FSDP2 is not modelled yet. Use bf16-mixed, bf16 or fp32")
+        check_strategy(self)
         if self.strategy != SINGLE and self.mode != "train":
             raise CannotTell(f"--mode {self.mode} with --strategy {self.strategy} is not modelled yet. Use --mode train")
 

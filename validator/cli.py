@@ -125,8 +125,7 @@ def _check_timeout(timeout_s: float | None) -> None:
 def _compare(args: argparse.Namespace) -> Comparison:
     from dataclasses import replace
 
-    from ..errors import CannotTell
-    from ..planner.options import not_modelled, request_from
+    from ..planner.options import request_from
     from ..planner.progress import progress
     from .api import ANY_GPU, resolve_device, run
     from .store import remember
@@ -139,9 +138,6 @@ def _compare(args: argparse.Namespace) -> Comparison:
     _check_timeout(args.timeout)
     device = resolve_device(args.device)
     args.gpu = "auto" if device == "cuda" else ANY_GPU
-    missing = not_modelled(args)
-    if missing:
-        raise CannotTell(missing)
     request = request_from(args).but(iterations=args.steps)
     request.check()
     with progress(f"predicting and running {args.model}", enabled=not args.json):

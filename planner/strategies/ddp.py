@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from ...errors import CannotTell
 from ..clipping import clip_grad_norm_events
@@ -27,6 +28,10 @@ from ..optimizers.rule import OptimizerTensor, StepEvents
 from ..simulate import Block, Simulation
 from ..trace.steptrace import EventKind, Pass, TensorSlot
 from .base import Strategy
+
+if TYPE_CHECKING:
+    from ..request import Request
+    from ..trace.steptrace import StepTrace
 
 _MIB = 1 << 20
 _FIRST_BUCKET_BYTES = 1 * _MIB  # c10d/reducer.hpp, kDefaultFirstBucketBytes
@@ -245,3 +250,20 @@ def _chunks(slots: list[TensorSlot], limit: int) -> list[list[TensorSlot]]:
             found.append([])
             nbytes = 0
     return [chunk for chunk in found if chunk]
+
+
+def check(request: Request) -> None:
+    from . import MIXED
+
+    if request.precision in MIXED:
+        raise CannotTell(f"--precision {request.precision}: DDP keeps no fp32 masters. Use bf16, bf16-autocast or fp32")
+    if request.offload:
+        raise CannotTell(f"--offload {'+'.join(request.offload)}: DDP keeps everything on the GPU. Use zero2, zero3 or fsdp2")
+
+
+def make(request: Request, trace: StepTrace) -> Strategy:
+    return DistributedDataParallel(request.gpus)
+
+
+def said(request: Request) -> list[str]:
+    return ["DistributedDataParallel with its defaults: buckets of 25 MiB, gradients beside them"]

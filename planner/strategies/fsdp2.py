@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from ...errors import CannotTell, UserError
 from ..clipping import clip_grad_norm_events
@@ -34,11 +35,16 @@ from ..simulate import Block, Simulation
 from ..trace.steptrace import ITEMSIZE, EventKind, Pass, Phase, StepTrace, TensorSlot
 from .base import Strategy
 
+if TYPE_CHECKING:
+    from ..request import Request
+
 _COPY_IN_STREAM, _REDUCE_STREAM = 1, 2  # FSDPCommContext: all_gather_copy_in_stream, reduce_scatter_stream
 _ROOT = ""
 _MIN_BLOCKS = 2
 _NO_DTENSORS = ("adafactor",)  # torch 2.13: aten.pow_ on a partial norm raises
 _LISTS = ("ModuleList", "Sequential")
+_FLOAT_INPUTS = ("image-classification", "speech-seq2seq", "ctc", "audio-classification", "custom")
+_SMALL_BUFFER = 1024  # elements: rotary frequencies and the like
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -423,3 +429,32 @@ def _times_entered(trace: StepTrace, fqn: str) -> int:
     return sum(
         kind is EventKind.ENTER and aux == Pass.FORWARD and trace.call_fqn(arg) == fqn for kind, arg, aux in trace.events()
     )
+
+
+def check(request: Request) -> None:
+    if request.precision.endswith("autocast"):
+        raise CannotTell(f"--precision {request.precision} under FSDP2 is not modelled yet. Use bf16-mixed, bf16 or fp32")
+    if request.offload:
+        raise CannotTell(f"--offload {'+'.join(request.offload)} under FSDP2 is not modelled yet. Leave it out")
+
+
+def make(request: Request, trace: StepTrace) -> Strategy:
+    from . import MIXED
+
+    if request.precision in MIXED:
+        _must_suit_narrow_trace(request, trace)
+    return FullyShard(request.gpus, Fsdp2Settings(param_dtype=MIXED.get(request.precision)))
+
+
+def _must_suit_narrow_trace(request: Request, trace: StepTrace) -> None:
+    """Mixed FSDP2 is simulated with a trace whose tensors are all 16-bit: fp32 inputs and large fp32 buffers would widen it."""
+    wide = [b for b in trace.buffers if b.dtype in ("float32", "bfloat16", "float16") and b.numel > _SMALL_BUFFER]
+    if wide or request.model.task in _FLOAT_INPUTS:
+        what = f"the buffer {wide[0].fqn}" if wide else "the model's floating-point input"
+        raise CannotTell(
+            f"--strategy fsdp2 --precision {request.precision}: {what} stays fp32, which is not modelled yet. Use fp32 or bf16"
+        )
+
+
+def said(request: Request) -> list[str]:
+    return ["fully_shard on every block and on the model, parameters dropped after forward but the root's"]

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from ...errors import CannotTell
 from ..clipping import clip_grad_norm_events
 from ..ledger import Component
 from ..optimizers.rule import OptimizerTensor, StepEvents
 from ..simulate import Block, Simulation
 from ..trace.steptrace import TensorSlot
 from .base import Strategy
+
+if TYPE_CHECKING:
+    from ..request import Request
+    from ..trace.steptrace import StepTrace
 
 
 class SingleDevice(Strategy):
@@ -61,3 +68,31 @@ class SingleDevice(Strategy):
 
     def _rule(self, sim: Simulation) -> StepEvents:
         return sim.optimizer.step([OptimizerTensor(p.shape, p.dtype) for p in self._trainable(sim)])
+
+
+def check(request: Request) -> None:
+    """One GPU has no other place for its tensors and nobody to share them with."""
+    from . import DISTRIBUTED, MIXED
+
+    if request.gpus != 1:
+        raise CannotTell(
+            f"--gpus {request.gpus} with --strategy single. Name how they share the work: {', '.join(DISTRIBUTED)}"
+        )
+    if request.precision in MIXED:
+        raise CannotTell(
+            f"--precision {request.precision} (16-bit parameters with fp32 masters) belongs to DeepSpeed and FSDP. "
+            "On one GPU use bf16, or bf16-autocast"
+        )
+    if request.offload:
+        raise CannotTell(
+            f"--offload {'+'.join(request.offload)} with --strategy single. DeepSpeed moves tensors to the host: "
+            "use --strategy zero2 or zero3"
+        )
+
+
+def make(request: Request, trace: StepTrace) -> Strategy:
+    return SingleDevice()
+
+
+def said(request: Request) -> list[str]:
+    return []

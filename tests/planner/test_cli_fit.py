@@ -53,7 +53,7 @@ KEYS = [
     "versions",
 ]
 MODEL_FLAGS = {"--task", "--set", "--trust-remote-code", "--micro-batch", "--seq", "--target-len", "--image-size"}
-HARDWARE_FLAGS = {"--gpu", "--gpu-memory", "--gpus", "--nodes"}
+HARDWARE_FLAGS = {"--gpu", "--gpu-memory", "--gpus", "--nodes", "--host-ram", "--nvme"}
 RUN_FLAGS = {
     "--precision",
     "--mode",
@@ -68,6 +68,7 @@ RUN_FLAGS = {
     "--attention",
     "--freeze",
     "--offload",
+    "--rank",
     "--compile",
     "--assume-eager",
     "--grad-accum",
@@ -128,8 +129,6 @@ def test_a_tight_fit_is_a_failure_only_with_strict(capsys, peaks):
         "--method lora",
         "--strategy fsdp1",
         "--gpus 2",
-        "--nodes 2",
-        "--offload cpu",
         "--offload optimizer",
         "--precision bf16-mixed",
     ],
@@ -157,6 +156,10 @@ def test_torch_compile_is_not_answered_unless_eager_is_assumed(capsys, peaks):
     [
         ("gpt2 --gpu rtx-9999", "Unknown GPU 'rtx-9999'. Did you mean rtx-"),
         ("gpt2 --gpu l4 --micro-batch 0", "--micro-batch 0: must be 1 or more"),
+        ("gpt2 --gpu l4 --nodes 2", "--gpus 1 on --nodes 2: the GPUs do not divide over the machines"),
+        ("gpt2 --gpu l4 --offload cpu", "--offload 'cpu' is not known. Choose one of optimizer, param, "),
+        ("gpt2 --gpu l4 --strategy ddp --gpus 2 --rank 2", "--rank 2: expected 0 to 1"),
+        ("gpt2 --gpu l4 --host-ram lots", "--host-ram"),
         ("gpt2 --gpu l4 --seq -3", "--seq -3: must be 1 or more"),
         ("t5-small --gpu l4 --target-len 0", "--target-len 0: must be 1 or more"),
         ("gpt2 --gpu l4 --grad-accum 0", "--grad-accum 0: must be 1 or more"),
