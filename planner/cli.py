@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import UserError
 from . import allocator_cli
 from .options import add_hardware_options, add_model_options, add_run_options, request_from
+from .study import cli as study_cli
 
 if TYPE_CHECKING:
     from .prediction import Prediction
@@ -23,7 +24,7 @@ _TRACE = """Records one training step of MODEL without weights, data or GPU, and
 
 
 def add_commands(commands: Any) -> None:
-    """Adds `fit`, `trace` and `replay` to the sub-parsers of the command line."""
+    """Adds `fit`, `trace`, `replay` and `study` to the sub-parsers of the command line."""
     fit = commands.add_parser("fit", help="will it fit on my GPU, and where does every byte go?", description=_FIT)
     add_model_options(fit)
     add_hardware_options(fit, default="auto")
@@ -50,6 +51,7 @@ def add_commands(commands: Any) -> None:
     trace.set_defaults(run=run_trace)
 
     allocator_cli.add_commands(commands)
+    study_cli.add_commands(commands)
 
 
 def run_fit(args: argparse.Namespace) -> int:

@@ -12,6 +12,7 @@ from ..units import gib
 from .allocator.config import AllocConf
 from .allocator.replay import ReplayResult
 from .allocator.replay import replay as replay_stream
+from .host_memory import host_reserved_peak_bytes, pinned_reserved_bytes
 from .kernels import Kernels
 from .ledger import Ledger, Tier
 from .optimizers.traced import traced_rule
@@ -32,12 +33,21 @@ _STEP_NAMES = ("first step", "later steps")
 
 def predict(request: Request, traces: TraceSource) -> Prediction:
     """The answer to `request`, without maxima and remedies (see `advice`).  A question that cannot be answered is `unknown`."""
+    return predict_with_ledger(request, traces)[0]
+
+
+def predict_with_ledger(request: Request, traces: TraceSource) -> tuple[Prediction, Ledger | None]:
+    """The answer, and the ledger that it was read from; None where there is no answer."""
     try:
         request.check()
         trace = traces.step(request)
         ledger = ledger_of(request, trace)
     except CannotTell as error:
-        return unknown(request, str(error))
+        return unknown(request, str(error)), None
+    return _answer(request, trace, ledger), ledger
+
+
+def _answer(request: Request, trace: StepTrace, ledger: Ledger) -> Prediction:
     conf = AllocConf.parse(request.alloc_conf)
     device = request.device
     free = replay_ledger(ledger, conf)
@@ -46,6 +56,10 @@ def predict(request: Request, traces: TraceSource) -> Prediction:
     )
     headroom = device.usable_bytes - free.peak_reserved_bytes
     verdict, reason, failure = _judge(ledger, free, limited, headroom, device.usable_bytes)
+    host = host_needs(ledger, request.gpus // request.nodes)
+    missing = _missing_on_the_host(request, host)
+    if missing and verdict is not Verdict.DOES_NOT_FIT:
+        verdict, reason = Verdict.DOES_NOT_FIT, missing
     peak = _moment(ledger, free, free.peak_allocated_event)
     return Prediction(
         verdict=verdict,
@@ -64,7 +78,7 @@ def predict(request: Request, traces: TraceSource) -> Prediction:
         fragmentation_bytes=free.peak_reserved_bytes - int(ledger.live_bytes()[free.peak_reserved_event]),
         peak=peak,
         phases=_phases(ledger, free),
-        host=HostNeeds(pinned_bytes=ledger.peak_bytes(Tier.HOST_PINNED), pageable_bytes=ledger.peak_bytes(Tier.HOST_PAGEABLE)),
+        host=host,
         failure=failure,
         num_alloc_retries=limited.num_alloc_retries,
         flops_per_step=trace.flops * request.loop.grad_accum_steps,
@@ -143,6 +157,34 @@ def _judge(
     return Verdict.FITS, f"{gib(headroom)} of {gib(usable)} stay free", None
 
 
+def host_needs(ledger: Ledger, ranks: int) -> HostNeeds:
+    """What one rank, and one machine with `ranks` of them, needs beside the GPU."""
+    taken = pinned_reserved_bytes(ledger)
+    nvme = ledger.peak_bytes(Tier.NVME)
+    return HostNeeds(
+        pinned_bytes=ledger.peak_bytes(Tier.HOST_PINNED),
+        pinned_reserved_bytes=int(taken[-1]) if len(taken) else 0,
+        pageable_bytes=ledger.peak_bytes(Tier.HOST_PAGEABLE),
+        nvme_bytes=nvme,
+        node_bytes=host_reserved_peak_bytes(ledger) * ranks,
+        node_nvme_bytes=nvme * ranks,
+    )
+
+
+def _missing_on_the_host(request: Request, host: HostNeeds) -> str:
+    """Why the machine itself is too small, or ""."""
+    ram, nvme = request.host_ram_bytes, request.nvme_bytes
+    if ram is not None and host.node_bytes > ram:
+        pinned = host.pinned_reserved_bytes * (request.gpus // request.nodes)
+        return (
+            f"the GPU has room, but each machine needs {gib(host.node_bytes)} of host memory ({gib(pinned)} of it pinned) "
+            f"and has {gib(ram)}"
+        )
+    if nvme is not None and host.node_nvme_bytes > nvme:
+        return f"the GPU has room, but each machine needs {gib(host.node_nvme_bytes)} on NVMe and has {gib(nvme)}"
+    return ""
+
+
 def _failure(ledger: Ledger, limited: ReplayResult) -> Failure:
     assert limited.failure is not None
     failed = limited.failure
@@ -211,6 +253,8 @@ def _assumptions(request: Request, trace: StepTrace) -> list[str]:
         + (" and to NCCL" if request.gpus > 1 else "")
         + "; nothing else runs on the card"
     )
+    if request.offload and request.host_ram_bytes is None:
+        said.append("each machine has the host memory that this needs (--host-ram not given)")
     if any(s.op.startswith("aten.convolution") for s in trace.signatures):
         said.append("cuDNN's convolution workspaces are not counted: their sizes are not published")
     return said

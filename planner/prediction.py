@@ -63,10 +63,22 @@ class Remedy:
 
 @dataclass(frozen=True, kw_only=True)
 class HostNeeds:
-    """Host memory of one rank beside the Python process itself."""
+    """Memory and disk of the machine beside the Python processes themselves.  Sizes of one rank, but for `node_...`."""
 
     pinned_bytes: int = 0
+    """Asked for, at its peak."""
+    pinned_reserved_bytes: int = 0
+    """Taken by torch's pinned allocator: every block a power of two, never returned."""
     pageable_bytes: int = 0
+    nvme_bytes: int = 0
+    node_bytes: int = 0
+    """Host memory of all ranks of one machine, pinned as taken."""
+    node_nvme_bytes: int = 0
+
+    @property
+    def total_bytes(self) -> int:
+        """Host memory of one rank."""
+        return self.pinned_reserved_bytes + self.pageable_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +110,8 @@ class Prediction:
     max_micro_batch_size: int | None = None
     max_seq_len: int | None = None
     remedies: tuple[Remedy, ...] = ()
+    hints: tuple[str, ...] = ()
+    """What a person should know who would run this: a setting that works against its purpose, and its cure."""
     assumptions: tuple[str, ...] = ()
     versions: dict[str, str] = field(default_factory=dict)
 

@@ -38,6 +38,7 @@ def render(prediction: Prediction, width: int = WIDTH, *, colour: bool = False, 
         parts.append(_where(prediction, width))
         parts.append(_phases(prediction, width))
         parts.append(_host(prediction))
+        parts.append(_hints(prediction, width))
         parts.append(_largest(prediction, width))
         parts.append(_remedies(prediction, width))
         parts.append(_assumptions(prediction, width))
@@ -246,10 +247,28 @@ def _phases(p: Prediction, width: int) -> str:
 
 
 def _host(p: Prediction) -> str:
-    pinned, pageable = hundredths(p.host.pinned_bytes), hundredths(p.host.pageable_bytes)
-    if not pinned + pageable:
+    """Host memory and disk of one machine; "" where the run needs none worth a figure."""
+    host, ranks = p.host, p.question.get("gpus", 1) // p.question.get("nodes", 1)
+    if not hundredths(max(host.node_bytes, host.node_nvme_bytes)):
         return ""
-    return f"Host memory beside Python itself: {figure(pinned)} GiB pinned, {figure(pageable)} GiB pageable"
+    one = f" of one process (there are {ranks} on a machine)" if ranks > 1 else ""
+    rows = []
+    if host.pinned_reserved_bytes:
+        asked = f"asked for as {figure(hundredths(host.pinned_bytes))}: each block is rounded up to a power of two"
+        rows.append(("pinned", figure(hundredths(host.pinned_reserved_bytes)), asked))
+    if host.pageable_bytes:
+        rows.append(("pageable", figure(hundredths(host.pageable_bytes)), ""))
+    if host.nvme_bytes:
+        rows.append(("on NVMe", figure(hundredths(host.nvme_bytes)), ""))
+    if ranks > 1 or (host.pinned_reserved_bytes and host.pageable_bytes):
+        most = f"NVMe {figure(hundredths(host.node_nvme_bytes))}" if host.node_nvme_bytes and ranks > 1 else ""
+        rows.append(("= a machine", figure(hundredths(host.node_bytes)), most))
+    return "\n".join([f"Host memory{one}, beside Python itself (GiB)", *columns(rows, right=frozenset({1}))])
+
+
+def _hints(p: Prediction, width: int) -> str:
+    said = [line for hint in p.hints for line in _wrapped(hint, width, "  - ", "    ")]
+    return "\n".join(["Advice", *said]) if said else ""
 
 
 def _largest(p: Prediction, width: int) -> str:

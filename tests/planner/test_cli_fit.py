@@ -49,6 +49,7 @@ KEYS = [
     "max_micro_batch_size",
     "max_seq_len",
     "remedies",
+    "hints",
     "assumptions",
     "versions",
 ]

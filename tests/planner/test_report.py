@@ -245,7 +245,13 @@ def test_inference_has_no_steps_and_keeps_nothing_for_backward():
 
 def test_host_memory_is_shown_where_the_run_needs_it():
     assert "Host memory" not in render(prediction())
-    assert "2.00 GiB pinned" in render(prediction(host=HostNeeds(pinned_bytes=2 * GiB)))
+    needs = HostNeeds(pinned_bytes=3 * GiB, pinned_reserved_bytes=4 * GiB, pageable_bytes=GiB, node_bytes=5 * GiB)
+    text = render(prediction(host=needs))
+    lines = {line.split()[0]: line for line in text[text.index("Host memory") :].splitlines()[1:4]}
+    assert "4.00" in lines["pinned"]
+    assert "asked for as 3.00" in lines["pinned"]
+    assert "1.00" in lines["pageable"]
+    assert "5.00" in lines["="]
 
 
 @pytest.mark.parametrize("width", [70, 80, 100])

@@ -1,0 +1,1 @@
+"""Strategies side by side: what each step of training takes, by component and place."""
