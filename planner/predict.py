@@ -231,7 +231,7 @@ def _phases(ledger: Ledger, free: ReplayResult) -> dict[str, Moment]:
             continue
         name = p.name.lower()
         highest = int(events[allocated[events].argmax()])
-        starts = np.array([e for e in events if e > 0 and phase[e - 1] != p], np.intp) - 1  # the event before each stretch
+        starts = events[(events > 0) & (phase[events - 1] != p)] - 1  # the event before each stretch
         if len(starts) and allocated[starts].max() > allocated[highest]:
             before = _moment(ledger, free, int(starts[allocated[starts].argmax()]))
             found[name] = replace(before, phase=name, fqn="", what="its start")

@@ -260,7 +260,7 @@ class ParamCoordinator:
             going -= {p for p in self._own[module] if self._fetched_for.get(p, _NEVER) > self._step}
             traversed = 0
             for later in self._order[self._step :]:
-                if traversed >= self._knobs.reuse_distance:
+                if not going or traversed >= self._knobs.reuse_distance:
                     break
                 for index in self._own[later]:
                     going.discard(index)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import enum
 import io
 import json
+import math
 import struct
 import zipfile
 import zlib
@@ -134,7 +135,7 @@ class TensorSlot:
 
     @property
     def numel(self) -> int:
-        return int(np.prod(self.shape, dtype=np.int64)) if self.shape else 1
+        return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
