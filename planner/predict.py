@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,6 +23,8 @@ from .trace.steptrace import Phase
 
 if TYPE_CHECKING:
     from .request import Request
+    from .simulate import WorkLog
+    from .strategies.base import Strategy
     from .trace.source import TraceSource
     from .trace.steptrace import StepTrace
 
@@ -41,13 +43,14 @@ def predict_with_ledger(request: Request, traces: TraceSource) -> tuple[Predicti
     try:
         request.check()
         trace = traces.step(request)
-        ledger = ledger_of(request, trace)
+        run = simulated(request, trace)
     except CannotTell as error:
         return unknown(request, str(error)), None
-    return _answer(request, trace, ledger), ledger
+    return _answer(request, trace, run), run.ledger
 
 
-def _answer(request: Request, trace: StepTrace, ledger: Ledger) -> Prediction:
+def _answer(request: Request, trace: StepTrace, run: Simulated) -> Prediction:
+    ledger = run.ledger
     conf = AllocConf.parse(request.alloc_conf)
     device = request.device
     free = replay_ledger(ledger, conf)
@@ -82,6 +85,7 @@ def _answer(request: Request, trace: StepTrace, ledger: Ledger) -> Prediction:
         failure=failure,
         num_alloc_retries=limited.num_alloc_retries,
         flops_per_step=trace.flops * request.loop.grad_accum_steps,
+        hints=tuple(run.strategy.hints()),
         assumptions=tuple(_assumptions(request, trace)),
         versions=trace.versions,
     )
@@ -101,13 +105,28 @@ def unknown(request: Request, reason: str) -> Prediction:
     )
 
 
-def ledger_of(request: Request, trace: StepTrace) -> Ledger:
-    """The ledger of the run that `request` asks about."""
+@dataclass(frozen=True)
+class Simulated:
+    """A run as it was simulated: its memory, the work that takes time, and the strategy as it was left."""
+
+    ledger: Ledger
+    work: WorkLog
+    strategy: Strategy
+
+
+def simulated(request: Request, trace: StepTrace) -> Simulated:
+    """The run that `request` asks about."""
     target = str(trace.options["target"])
     kernels = Kernels.for_device(request.device, trace.versions["torch"]) if target == "cuda" else Kernels.none()
     optimizer = traced_rule(request.optimizer, optimizer_impl(request), target=target) if request.mode == "train" else None
-    ledger, _ = simulate(trace, make_strategy(request, trace), optimizer=optimizer, loop=request.loop, kernels=kernels)
-    return ledger
+    strategy = make_strategy(request, trace)
+    ledger, work = simulate(trace, strategy, optimizer=optimizer, loop=request.loop, kernels=kernels)
+    return Simulated(ledger, work, strategy)
+
+
+def ledger_of(request: Request, trace: StepTrace) -> Ledger:
+    """The ledger of the run that `request` asks about."""
+    return simulated(request, trace).ledger
 
 
 def optimizer_impl(request: Request) -> str:

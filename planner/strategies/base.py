@@ -115,3 +115,9 @@ class Strategy(abc.ABC):
 
     def zero_grad(self, sim: Simulation, set_to_none: bool) -> None:
         """The loop clears the gradients."""
+
+    # -- after the run -----------------------------------------------------------------------------------------------------
+
+    def hints(self) -> list[str]:
+        """What the run showed that a person should know: a setting that works against its purpose, and its cure."""
+        return []

@@ -203,6 +203,12 @@ class Recorder(TorchDispatchMode):
         if func is _PRIM_DEVICE:  # C++ asks a FakeTensor for its device; not an op
             return args[0].fake_device
         kwargs = kwargs or {}
+        if torch.is_inference_mode_enabled() and func._can_decompose():  # without autograd composite ops arrive whole
+            TorchDispatchMode.__enter__(self)  # only the mode: this class's own `__enter__` installs hooks
+            try:
+                return func.decompose(*args, **kwargs)
+            finally:
+                TorchDispatchMode.__exit__(self, None, None, None)
         known = self._shadows.answer(func, args, kwargs)
         if known is not Shadows.UNKNOWN:
             return known
