@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from ..hardware.profile import Device
     from ..models import ModelSpec
     from .strategies.deepspeed_settings import DeepSpeedSettings
+    from .strategies.fsdp_settings import FsdpSettings
 
 PRECISIONS = ("fp32", "bf16", "fp16", "bf16-autocast", "fp16-autocast", "bf16-mixed", "fp16-mixed")
 METHODS = ("full",)
@@ -31,7 +32,7 @@ DEFAULT_IMAGE_SEQ_LEN = 0
 
 # Words of the command line that this version does not plan yet.  Asking for one is no mistake: the answer is unknown.
 _LATER_METHODS = ("lora", "qlora", "dora", "freeze", "galore", "badam", "lomo", "lisa", "mezo", "zo2", "distzo2")
-_LATER_STRATEGIES = ("zero0", "fsdp1", "hsdp")
+_LATER_STRATEGIES = ("zero0",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +66,8 @@ class Request:
     """What leaves the GPU, of `OFFLOADS`."""
     deepspeed: DeepSpeedSettings | None = None
     """Knobs of the DeepSpeed engine; None: its defaults."""
+    fsdp: FsdpSettings | None = None
+    """Knobs of FSDP; None: torch's defaults."""
     host_ram_bytes: int | None = None
     """Memory of each machine; None: not known, so that it cannot be too small."""
     nvme_bytes: int | None = None
@@ -104,8 +107,6 @@ class Request:
         known = [part for device in OFFLOADS.values() for part in device]
         for part in self.offload:
             _one_of("--offload", part, tuple(known))
-        if self.strategy != SINGLE and self.gpus < 2 and not self.strategy.startswith("zero"):
-            raise UserError(f"--strategy {self.strategy}: expected several GPUs, got {self.gpus}", "Say how many with --gpus N")
         check_strategy(self)
         if self.strategy != SINGLE and self.mode != "train":
             raise CannotTell(f"--mode {self.mode} with --strategy {self.strategy} is not modelled yet. Use --mode train")

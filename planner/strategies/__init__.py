@@ -24,7 +24,9 @@ _DOORS = {
     "zero1": "deepspeed_engine",
     "zero2": "deepspeed_engine",
     "zero3": "deepspeed_engine",
+    "fsdp1": "fsdp1",
     "fsdp2": "fsdp2",
+    "hsdp": "fsdp2",
 }
 DISTRIBUTED = tuple(name for name in _DOORS if name != SINGLE)
 MIXED = {"bf16-mixed": "bfloat16", "fp16-mixed": "float16"}  # 16-bit parameters in compute, fp32 ones behind them

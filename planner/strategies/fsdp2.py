@@ -24,25 +24,24 @@ Clipping sharded gradients makes a few scalars more.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from ...errors import CannotTell, UserError
 from ..clipping import clip_grad_norm_events
-from ..ledger import DEFAULT_STREAM, Component
-from ..optimizers.rule import OptimizerTensor, StepEvents
+from ..ledger import DEFAULT_STREAM, Component, Tier
+from ..optimizers.rule import OptimizerTensor, StepEvents, StepKind
 from ..simulate import Block, Simulation
 from ..trace.steptrace import ITEMSIZE, EventKind, Pass, Phase, StepTrace, TensorSlot
 from .base import Strategy
+from .fsdp_settings import FsdpSettings
+from .fsdp_units import ROOT, depth, longest_list, times_entered, wrapped_by
 
 if TYPE_CHECKING:
     from ..request import Request
 
 _COPY_IN_STREAM, _REDUCE_STREAM = 1, 2  # FSDPCommContext: all_gather_copy_in_stream, reduce_scatter_stream
-_ROOT = ""
-_MIN_BLOCKS = 2
 _NO_DTENSORS = ("adafactor",)  # torch 2.13: aten.pow_ on a partial norm raises
-_LISTS = ("ModuleList", "Sequential")
 _FLOAT_INPUTS = ("image-classification", "speech-seq2seq", "ctc", "audio-classification", "custom")
 _SMALL_BUFFER = 1024  # elements: rotary frequencies and the like
 
@@ -63,6 +62,8 @@ class Fsdp2Settings:
     """Modules that are wrapped beside the root; empty: every block of the longest list of equal modules."""
     no_sync: bool = True
     """The loop accumulates with `set_requires_gradient_sync(False)`: only the last micro step reduces."""
+    cpu_offload: bool = False
+    """`CPUOffloadPolicy()`: shards, their gradients and the optimizer live on the host, the first two pinned."""
 
 
 @dataclass(eq=False)
@@ -80,18 +81,27 @@ class _Group:
     upcast: dict[str, Block] = field(default_factory=dict)  # accumulated without reducing, in the type of the reduction
     shard_grad: Block | None = None
     shard_owners: set[str] = field(default_factory=set)
+    host_grads: dict[str, Block] = field(default_factory=dict)  # with offload
     places: list[int] = field(default_factory=list)  # in the order of the forward
     in_backward: bool = False
     reduced: bool = False
 
 
 class FullyShard(Strategy):
-    """`fully_shard(block)` for every block, `fully_shard(model)`, then the loop of one GPU."""
+    """`fully_shard(block)` for every block, `fully_shard(model)`, then the loop of one GPU.
+
+    `world_size` ranks share each parameter; `replicas` groups of them average their gradients once more (HSDP).
+    `from_host`: the model is made on the CPU, and `fully_shard` moves what it shards (`_move_states_to_device`).
+    """
 
     name = "fsdp2"
 
-    def __init__(self, world_size: int = 1, settings: Fsdp2Settings | None = None) -> None:
+    def __init__(
+        self, world_size: int = 1, settings: Fsdp2Settings | None = None, *, replicas: int = 1, from_host: bool = False
+    ) -> None:
         self.world_size = world_size
+        self.replicas = replicas
+        self.from_host = from_host
         self.settings = settings or Fsdp2Settings()
         self._groups: dict[int, _Group] = {}  # by module
         self._group_of: dict[str, _Group] = {}  # by parameter
@@ -110,7 +120,7 @@ class FullyShard(Strategy):
         for fqn in self.settings.blocks:
             if fqn not in names:
                 raise UserError(f"fsdp2: the model has no module {fqn!r} to wrap", "`memplan trace MODEL` lists its modules")
-        return list(self.settings.blocks) or _longest_list(modules)
+        return list(self.settings.blocks) or longest_list(modules)
 
     # -- sizes -----------------------------------------------------------------------------------------------------------
 
@@ -142,7 +152,7 @@ class FullyShard(Strategy):
                 raise CannotTell(f"--strategy fsdp2: fully_shard refuses the scalar parameter {slot.fqn}")
             if self.settings.param_dtype not in (None, slot.dtype):
                 raise ValueError(f"{slot.fqn} was traced as {slot.dtype}, not as param_dtype {self.settings.param_dtype}")
-        if sim.trains and _times_entered(trace, _ROOT) != 1:
+        if sim.trains and times_entered(trace, ROOT) != 1:
             raise CannotTell("--strategy fsdp2: only a step that runs the whole model once is modelled")
         if sim.trains and sim.optimizer.name in _NO_DTENSORS:
             raise CannotTell(
@@ -150,19 +160,28 @@ class FullyShard(Strategy):
             )
         self._make_groups(trace)
         self._early = _calls_with_input_gradient(trace, self._groups)
-        full = {s.fqn: sim.place(Component.PARAM, s.fqn, s.shape, self._stored(s)) for s in trace.params}
+        full = {} if self.from_host else self._move(sim, trace.params)
         for slot in trace.buffers:
             sim.place(Component.BUFFER, slot.fqn, slot.shape, slot.dtype)
-        for group in sorted(self._groups.values(), key=_depth):
+        offloads = self.settings.cpu_offload
+        for group in sorted(self._groups.values(), key=lambda g: depth(g.fqn)):
+            if self.from_host:
+                full = self._move(sim, group.params)
             for slot in group.params:
-                sim.place(Component.PARAM, slot.fqn, (self._padded(slot),), self._stored(slot))
+                shard = sim.place(Component.PARAM, slot.fqn, (self._padded(slot),), self._stored(slot))
+                if offloads:
+                    sim.place(Component.PARAM, slot.fqn, (self._padded(slot),), self._stored(slot), Tier.HOST_PINNED)
+                    sim.free(shard)
             for slot in group.params:  # `fully_shard` held on to them
                 sim.free(full[slot.fqn])
-        if sim.trains:
+        if sim.trains and not offloads:
             sim.run_optimizer(self._rule(sim).init, self._names(sim))
 
+    def _move(self, sim: Simulation, params: Sequence[TensorSlot]) -> dict[str, Block]:
+        return {slot.fqn: sim.place(Component.PARAM, slot.fqn, slot.shape, self._stored(slot)) for slot in params}
+
     def before_module(self, sim: Simulation, module: int, kind: Pass) -> None:
-        if kind is Pass.FORWARD and sim.trace.modules[module].fqn == _ROOT:
+        if kind is Pass.FORWARD and sim.trace.modules[module].fqn == ROOT:
             self._reduces = not self.settings.no_sync or self._micro_batch == sim.loop.grad_accum_steps - 1
         group = self._groups.get(module)
         if group is None:
@@ -186,10 +205,10 @@ class FullyShard(Strategy):
                     self._reshard(sim, group)
                 group.places.append(len(self._order))
                 self._order.append(group)
-            if sim.trace.modules[module].fqn == _ROOT and self._last_gather is not None:
+            if sim.trace.modules[module].fqn == ROOT and self._last_gather is not None:
                 sim.free(self._last_gather)
                 self._last_gather = None
-        elif kind is Pass.BACKWARD and group is not None and group.fqn != _ROOT:
+        elif kind is Pass.BACKWARD and group is not None and group.fqn != ROOT:
             self._left[module] = self._left.get(module, 0) + 1
             if self._left[module] <= self._early.get(module, 0):
                 self._post_backward(sim, group)
@@ -220,11 +239,22 @@ class FullyShard(Strategy):
         self._left.clear()
 
     def step(self, sim: Simulation) -> None:
+        if self.settings.cpu_offload:
+            self._step_on_host(sim)
+            return
         if sim.loop.clip_grad_norm:
             for event in clip_grad_norm_events([self._shard(p, sim.rank) for p in self._trained(sim)], sim.target):
                 sim.run_temporary(event, "clip_grad_norm_")
         rule = self._rule(sim)
         sim.run_optimizer(rule.later if self._steps else rule.first, self._names(sim))
+        self._steps += 1
+
+    def _step_on_host(self, sim: Simulation) -> None:
+        rule = self._rule(sim)
+        for event in (*rule.init, *rule.first) if not self._steps else ():
+            if event.kind is StepKind.STATE:
+                sim.alloc(Component.OPTIMIZER_STATE, event.nbytes, "", "optimizer state", Tier.HOST_PAGEABLE)
+        sim.enqueue("host_step", sum(self._padded(p) for p in self._trained(sim)) * ITEMSIZE["float32"])
         self._steps += 1
 
     def zero_grad(self, sim: Simulation, set_to_none: bool) -> None:
@@ -233,6 +263,8 @@ class FullyShard(Strategy):
         for param in sim.trace.params:
             group = self._group_of[param.fqn]
             group.shard_owners.discard(param.fqn)
+            if param.fqn in group.host_grads:
+                sim.free(group.host_grads.pop(param.fqn))
             if group.shard_grad is not None and not group.shard_owners:
                 sim.free(group.shard_grad)
                 group.shard_grad = None
@@ -249,11 +281,28 @@ class FullyShard(Strategy):
         elements = sum(self._padded(p) for p in group.params)
         nbytes = elements * ITEMSIZE[group.params[0].dtype]
         stream = _COPY_IN_STREAM
-        cast = self._buffer(sim, nbytes, group, "cast shards", stream) if self._casts(group.params[0]) else None
+        inputs = self._inputs_from_host(sim, group) if self.settings.cpu_offload else []
+        if not inputs and self._casts(group.params[0]):
+            inputs = [self._buffer(sim, nbytes, group, "cast shards", stream)]
         group.gathered = self._buffer(sim, nbytes * self.world_size, group, "all-gather output", stream)
         sim.enqueue("all_gather", nbytes * self.world_size, stream)
-        if cast is not None:
-            sim.free(cast)
+        for block in inputs:
+            sim.free(block)
+
+    def _inputs_from_host(self, sim: Simulation, group: _Group) -> list[Block]:
+        """`FSDPParam.all_gather_inputs`: each shard is copied to the GPU, and cast there where need be."""
+        inputs = []
+        for slot in group.params:
+            nbytes = self._padded(slot) * ITEMSIZE[self._stored(slot)]
+            copy = sim.alloc(Component.OFFLOAD_BUFFER, nbytes, slot.fqn, "shard on the GPU", stream=_COPY_IN_STREAM)
+            sim.enqueue("h2d", nbytes, _COPY_IN_STREAM)
+            if self._casts(slot):
+                cast = self._padded(slot) * ITEMSIZE[slot.dtype]
+                inputs.append(self._buffer(sim, cast, group, "cast shard", _COPY_IN_STREAM))
+                sim.free(copy)
+            else:
+                inputs.append(copy)
+        return inputs
 
     def _copy_out(self, sim: Simulation, group: _Group, *, forward: bool) -> None:
         """`wait_for_unshard`.  In forward the output outlives the copy, so that the next gather cannot overwrite it."""
@@ -317,12 +366,24 @@ class FullyShard(Strategy):
             sim.free(block)
         output = sim.alloc(Component.GRAD, nbytes, group.fqn, "sharded gradients", stream=_REDUCE_STREAM)
         sim.enqueue("reduce_scatter", nbytes * self.world_size, _REDUCE_STREAM)
+        if self.replicas > 1:
+            sim.enqueue("all_reduce", nbytes, _REDUCE_STREAM)
         if stored != dtype:
             reduced = output
             size = elements * ITEMSIZE[stored]
             output = sim.alloc(Component.GRAD, size, group.fqn, "sharded gradients", stream=_REDUCE_STREAM)
             sim.free(reduced)
-        if group.shard_grad is None:
+        if self.settings.cpu_offload:
+            for slot in slots:
+                size = self._padded(slot) * ITEMSIZE[stored]
+                sim.enqueue("d2h", size, _REDUCE_STREAM)
+                new = sim.alloc(Component.GRAD, size, slot.fqn, "sharded gradient", Tier.HOST_PINNED)
+                if slot.fqn in group.host_grads:
+                    sim.free(new)  # added to the gradient that is there
+                else:
+                    group.host_grads[slot.fqn] = new
+            sim.free(output)
+        elif group.shard_grad is None:
             group.shard_grad = output
             group.shard_owners = {p.fqn for p in slots}
         else:
@@ -344,12 +405,12 @@ class FullyShard(Strategy):
         blocks = set(self.block_fqns([(m.fqn, m.class_name) for m in trace.modules]))
         parts: dict[str, list[TensorSlot]] = {}
         for slot in trace.params:
-            parts.setdefault(_wrapped_by(slot.fqn, blocks), []).append(slot)
+            parts.setdefault(wrapped_by(slot.fqn, blocks), []).append(slot)
         reshard = self.settings.reshard_after_forward
         for index, module in enumerate(trace.modules):
             params = parts.get(module.fqn)
-            if params and (module.fqn in blocks or module.fqn == _ROOT):
-                drops = module.fqn != _ROOT if reshard is None else reshard
+            if params and (module.fqn in blocks or module.fqn == ROOT):
+                drops = module.fqn != ROOT if reshard is None else reshard
                 group = self._groups[index] = _Group(module.fqn, params, drops)
                 self._group_of.update((p.fqn, group) for p in params)
 
@@ -361,30 +422,6 @@ class FullyShard(Strategy):
 
     def _rule(self, sim: Simulation) -> StepEvents:
         return sim.optimizer.step([OptimizerTensor(self._shard(p, sim.rank), self._stored(p)) for p in self._trained(sim)])
-
-
-def _depth(group: _Group) -> int:
-    """Sorts the innermost first and the root last, as the modules are wrapped."""
-    return -len(group.fqn.split(".")) if group.fqn else 0
-
-
-def _wrapped_by(fqn: str, blocks: Iterable[str]) -> str:
-    """The innermost wrapped module that holds a parameter; the root where there is none."""
-    return max((b for b in blocks if fqn.startswith(f"{b}.")), key=len, default=_ROOT)
-
-
-def _longest_list(modules: Sequence[tuple[str, str]]) -> list[str]:
-    """The blocks of the longest list of modules of one class; the first of several."""
-    children: dict[str, list[tuple[str, str]]] = {}
-    for fqn, kind in modules:
-        if fqn:
-            children.setdefault(fqn.rpartition(".")[0], []).append((fqn, kind))
-    best: list[str] = []
-    for fqn, kind in modules:
-        found = children.get(fqn, [])
-        if kind in _LISTS and len(found) >= _MIN_BLOCKS and len({k for _, k in found}) == 1 and len(found) > len(best):
-            best = [name for name, _ in found]
-    return best
 
 
 def _calls_with_input_gradient(trace: StepTrace, modules: Iterable[int]) -> dict[int, int]:
@@ -425,25 +462,65 @@ def _calls_with_input_gradient(trace: StepTrace, modules: Iterable[int]) -> dict
     return found
 
 
-def _times_entered(trace: StepTrace, fqn: str) -> int:
-    return sum(
-        kind is EventKind.ENTER and aux == Pass.FORWARD and trace.call_fqn(arg) == fqn for kind, arg, aux in trace.events()
-    )
-
-
 def check(request: Request) -> None:
+    settings = _settings(request)
     if request.precision.endswith("autocast"):
         raise CannotTell(f"--precision {request.precision} under FSDP2 is not modelled yet. Use bf16-mixed, bf16 or fp32")
-    if request.offload:
-        raise CannotTell(f"--offload {'+'.join(request.offload)} under FSDP2 is not modelled yet. Leave it out")
+    if request.offload and set(request.offload) != {"optimizer", "param"}:
+        raise CannotTell(
+            f"--offload {'+'.join(request.offload)}: FSDP moves parameters, gradients and the optimizer to the host together. "
+            "Use --offload optimizer+param"
+        )
+    if not isinstance(settings.reshard_after_forward, bool | None):
+        raise CannotTell(
+            f"reshard_after_forward {settings.reshard_after_forward}: resharding to some ranks is not modelled yet"
+        )
+    if settings.auto_wrap_policy == "SIZE_BASED_WRAP":
+        raise CannotTell("auto_wrap_policy SIZE_BASED_WRAP under FSDP2 is not modelled yet. Use TRANSFORMER_BASED_WRAP")
+    if request.strategy == "hsdp" and settings.replicas(request.nodes) == 1 and request.nodes == 1:
+        raise UserError(
+            "--strategy hsdp: parameters are shared inside a machine and copied over machines, and there is one machine",
+            "Say --nodes N, or use --strategy fsdp2",
+        )
 
 
 def make(request: Request, trace: StepTrace) -> Strategy:
+    settings = _settings(request)
+    if settings.param_dtype is not None:
+        _must_suit_narrow_trace(request, trace)
+    replicas = settings.replicas(request.nodes)
+    if request.gpus % replicas:
+        raise UserError(f"dp_replicate_size {replicas}: {request.gpus} GPUs do not divide by it", "Choose a divisor")
+    return FullyShard(request.gpus // replicas, _knobs(settings, trace), replicas=replicas, from_host=True)
+
+
+def _settings(request: Request) -> FsdpSettings:
     from . import MIXED
 
-    if request.precision in MIXED:
-        _must_suit_narrow_trace(request, trace)
-    return FullyShard(request.gpus, Fsdp2Settings(param_dtype=MIXED.get(request.precision)))
+    settings = request.fsdp or FsdpSettings(version=2)
+    if request.strategy == "hsdp" and settings.dp_replicate_size is None:
+        settings = replace(settings, dp_replicate_size=request.nodes)
+    if request.precision in MIXED and settings.param_dtype is None:
+        settings = replace(settings, param_dtype=MIXED[request.precision])
+    return replace(settings, cpu_offload=True) if request.offload else settings
+
+
+def _knobs(settings: FsdpSettings, trace: StepTrace) -> Fsdp2Settings:
+    assert isinstance(settings.reshard_after_forward, bool | None)
+    classes = settings.transformer_layer_cls_to_wrap
+    blocks = tuple(m.fqn for m in trace.modules if m.class_name in classes and m.fqn != ROOT)
+    if classes and not blocks:
+        what = f"transformer_layer_cls_to_wrap: the model has no module of class {', '.join(classes)}"
+        raise UserError(what, "`memplan trace MODEL` lists its modules")
+    return Fsdp2Settings(
+        reshard_after_forward=settings.reshard_after_forward,
+        param_dtype=settings.param_dtype,
+        reduce_dtype=settings.reduce_dtype,
+        stored_dtype=settings.stored_dtype or "float32",
+        blocks=blocks,
+        no_sync=settings.no_sync,
+        cpu_offload=settings.cpu_offload,
+    )
 
 
 def _must_suit_narrow_trace(request: Request, trace: StepTrace) -> None:
@@ -457,4 +534,11 @@ def _must_suit_narrow_trace(request: Request, trace: StepTrace) -> None:
 
 
 def said(request: Request) -> list[str]:
-    return ["fully_shard on every block and on the model, parameters dropped after forward but the root's"]
+    settings = _settings(request)
+    copies = settings.replicas(request.nodes)
+    said = "fully_shard on every block and on the model, made on the CPU and moved block by block"
+    if settings.reshard_after_forward is None:
+        said += "; parameters are dropped after forward but the root's"
+    if copies > 1:
+        said += f"; {copies} copies of the model, each shared by {request.gpus // copies} ranks"
+    return [said]

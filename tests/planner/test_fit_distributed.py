@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from memplan.errors import UserError
 from memplan.hardware.catalogue import communicator_bytes, device
 from memplan.planner.api import fits, make_request
+from memplan.planner.ledger import Tier
 from memplan.planner.predict import ledger_of
 from memplan.planner.prediction import Verdict
 from memplan.planner.strategies import DISTRIBUTED, make_strategy
 from memplan.planner.trace.source import TraceSource
+from memplan.planner.trace.steptrace import Phase
 
 TINY = {"num_hidden_layers": "2", "hidden_size": "64", "intermediate_size": "128", "num_attention_heads": "4"}
 TINY |= {"num_key_value_heads": "2", "head_dim": "16", "vocab_size": "512"}
@@ -28,8 +31,41 @@ def ask(**options: object):
 
 @pytest.mark.parametrize("strategy", DISTRIBUTED)
 def test_the_strategy_of_the_command_line_is_the_one_that_is_walked(traces, strategy):
-    request = ask(strategy=strategy, gpus=4, precision="fp32")
-    assert make_strategy(request, traces.step(request)).name == strategy
+    request = ask(strategy=strategy, gpus=4, nodes=2, precision="fp32")
+    request.check()
+    assert make_strategy(request, traces.step(request)).name == strategy.replace("hsdp", "fsdp2")
+
+
+@pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
+def test_offloaded_shards_live_in_pinned_memory_and_the_optimizer_in_pageable(traces, strategy):
+    request = ask(strategy=strategy, gpus=4, precision="fp32", offload=("optimizer", "param"))
+    kept = ask(strategy=strategy, gpus=4, precision="fp32")
+    ledger, on_gpu = ledger_of(request, traces.step(request)), ledger_of(kept, traces.step(kept))
+    last = len(ledger) - 1
+    shards = on_gpu.components_after(len(on_gpu) - 1)["param"]
+    states = on_gpu.components_after(len(on_gpu) - 1)["optimizer_state"]
+
+    assert ledger.components_after(last, Tier.HOST_PINNED)["param"] == shards
+    assert ledger.components_after(last, Tier.HOST_PAGEABLE) == {"optimizer_state": states}
+    assert "optimizer_state" not in ledger.components_after(last)
+    assert ledger.peak_bytes() < on_gpu.peak_bytes()
+
+
+def test_hybrid_shards_are_those_of_one_machine(traces):
+    request = ask(strategy="hsdp", gpus=8, nodes=2, precision="fp32")
+    alone = ask(strategy="fsdp2", gpus=4, precision="fp32")
+
+    assert ledger_of(request, traces.step(request)).peak_bytes() == ledger_of(alone, traces.step(alone)).peak_bytes()
+
+
+@pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
+def test_a_model_is_never_whole_on_the_gpu_of_a_shard(traces, strategy):
+    request = ask(strategy=strategy, gpus=64, precision="fp32")
+    trace = traces.step(request)
+    ledger = ledger_of(request, trace)
+    before = int(np.flatnonzero(ledger.phase == Phase.FORWARD)[0])
+
+    assert ledger.live_bytes()[:before].max() < 0.75 * sum(p.nbytes for p in trace.params)
 
 
 def test_sharded_states_are_smaller_the_more_ranks_share_them(traces):

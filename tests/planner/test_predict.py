@@ -130,10 +130,10 @@ def test_more_memory_never_turns_a_fit_into_none(source, share):
 @settings(max_examples=6, deadline=None)
 @given(st.integers(2, 20), st.integers(2, 24))
 def test_twice_the_batch_needs_more(source, batch, length):
-    # a few samples more may need less: rests below 1 MiB stay with their blocks (the ledger itself never falls)
-    small = answer(source, micro_batch_size=batch, seq_len=16 * length)
-    large = answer(source, micro_batch_size=2 * batch, seq_len=16 * length)
-    assert large.allocated_peak_bytes >= small.allocated_peak_bytes
+    # what is allocated may fall by a little: rests below 1 MiB stay with their blocks
+    requests = [asked(micro_batch_size=n, seq_len=16 * length) for n in (batch, 2 * batch)]
+    small, large = (ledger_of(request, source.step(request)).peak_bytes() for request in requests)
+    assert large >= small
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,6 @@ def test_frozen_parameters_take_neither_gradient_nor_state(source):
         ({"compiled": True}, "torch.compile"),
         ({"precision": "bf16-mixed"}, "masters"),
         ({"method": "lora"}, "lora"),
-        ({"strategy": "fsdp1"}, "fsdp1"),
     ],
 )
 def test_what_is_not_modelled_is_unknown_with_the_reason(source, changes, said):

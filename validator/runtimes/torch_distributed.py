@@ -25,9 +25,10 @@ from ..tensors import plain_tensor_bytes
 if TYPE_CHECKING:
     from ...planner.request import Request
     from ...planner.strategies.ddp import DistributedDataParallel
+    from ...planner.strategies.fsdp1 import FullySharded
     from ...planner.strategies.fsdp2 import FullyShard
 
-    Parallel = DistributedDataParallel | FullyShard
+    Parallel = DistributedDataParallel | FullyShard | FullySharded
 
 Backend = Literal["fake", "gloo"]
 # What these make and drop inside is the CPU kernels' own: CUDA's copy without a temporary (ATen/native/cuda/TensorShape.cu).
@@ -190,8 +191,11 @@ def _mesh(place: Rank) -> Any:
 
 def _wrap(module: Any, parallel: Parallel, place: Rank, mesh: Any) -> Any:
     from ...planner.strategies.ddp import DistributedDataParallel
+    from ...planner.strategies.fsdp1 import FullySharded
 
-    return _ddp(module, parallel, place) if isinstance(parallel, DistributedDataParallel) else _fsdp2(module, parallel, mesh)
+    if isinstance(parallel, DistributedDataParallel):
+        return _ddp(module, parallel, place)
+    return _fsdp1(module, parallel) if isinstance(parallel, FullySharded) else _fsdp2(module, parallel, mesh)
 
 
 def _ddp(module: Any, parallel: DistributedDataParallel, place: Rank) -> Any:
@@ -236,6 +240,38 @@ def _fsdp2(module: Any, parallel: FullyShard, mesh: Any) -> Any:
     for fqn in sorted(names, key=lambda name: -name.count(".")):  # a wrapped module takes what its wrapped parts left
         fully_shard(module.get_submodule(fqn), **how)
     return fully_shard(module, **how)
+
+
+def _fsdp1(module: Any, parallel: FullySharded) -> Any:
+    import torch
+    from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+
+    from ...planner.strategies.fsdp_units import longest_list
+
+    settings = parallel.settings
+    names = settings.transformer_layer_cls_to_wrap
+    blocks = {m for n, m in module.named_modules() if n and type(m).__name__ in names}
+    if not names:
+        listed = longest_list([(n, type(m).__name__) for n, m in module.named_modules()])
+        blocks = {module.get_submodule(n) for n in listed}
+
+    def policy(module: Any, recurse: bool, nonwrapped_numel: int) -> bool:
+        return recurse or module in blocks
+
+    dtypes = (settings.param_dtype, settings.reduce_dtype, settings.buffer_dtype)
+    narrow = MixedPrecision(*(None if d is None else getattr(torch, d) for d in dtypes)) if any(dtypes) else None
+    ahead = settings.backward_prefetch
+    return FullyShardedDataParallel(
+        module,
+        sharding_strategy=ShardingStrategy[settings.sharding_strategy],
+        auto_wrap_policy=policy if settings.auto_wrap_policy != "NO_WRAP" else None,
+        backward_prefetch=BackwardPrefetch[ahead] if ahead else None,
+        mixed_precision=narrow,
+        device_id=torch.device("cpu"),
+        forward_prefetch=settings.forward_prefetch,
+        limit_all_gathers=settings.limit_all_gathers,
+        use_orig_params=settings.use_orig_params,
+    )
 
 
 @contextlib.contextmanager

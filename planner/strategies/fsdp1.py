@@ -1,0 +1,467 @@
+"""FSDP1 (`FullyShardedDataParallel`): every unit's parameters are one flat tensor, of which each rank keeps an equal part.
+
+Models torch 2.13, torch/distributed/fsdp: `_flat_param.py` (`FlatParamHandle`: `_init_flat_param_and_metadata`, `shard`,
+`init_flat_param_attributes`, `pre_unshard`, `unshard`, `reshard`, `prepare_gradient_for_optim`) and `_runtime_utils.py`
+(`_pre_forward`, `_post_forward`, `_pre_backward_hook`, `_post_backward_hook`, `_reduce_grad`, `_prefetch_handle`).
+
+Formula.  F elements of a unit's flat tensor (with `use_orig_params` each parameter begins at a multiple of 16 bytes, and N
+divides F), c = ceil(F / N) on every rank; a, r and o are the bytes of an element as computed, as reduced, and as stored.
+
+* kept: o c of parameters and of gradients, and the optimizer's state for the same elements;
+* a gather: a c N, and before it a c for the cast where the stored type is another;
+* forward: one unit gathered and the root (`FULL_SHARD`); with `SHARD_GRAD_OP` all stay until their backward is over;
+* backward: the unit's a c N, the one before it gathered ahead (`BACKWARD_PRE`), the gradients as autograd made them, a F of
+  their concatenation, which the whole unit waits for; then r F cast, r c N padded, r c reduced, and o c of the gradient.
+
+Under `no_sync` a F of every unit stays.  A unit of which only some parameters train, and one that runs twice, are refused.
+
+Known limit: `record_stream` returns a freed block only when its stream is done, which shows in reserved memory alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ...errors import CannotTell, UserError
+from ..clipping import clip_grad_norm_events
+from ..ledger import Component, Tier
+from ..optimizers.rule import OptimizerTensor, StepEvents, StepKind
+from ..simulate import Block, Simulation
+from ..trace.steptrace import ITEMSIZE, Pass, StepTrace, TensorSlot
+from .base import Strategy
+from .fsdp_settings import FsdpSettings
+from .fsdp_units import ROOT, depth, times_entered, units_of
+
+if TYPE_CHECKING:
+    from ..request import Request
+
+_UNSHARD_STREAM, _REDUCE_STREAM, _PRE_UNSHARD_STREAM = 1, 2, 3  # `_unshard_stream`, `_post_backward_stream`, `_pre_...`
+_ALIGNMENT = 16  # bytes; _flat_param.py, `_get_aligned_numel`
+
+
+@dataclass(eq=False)
+class _Unit:
+    """One FlatParamHandle."""
+
+    fqn: str
+    params: list[TensorSlot]
+    trains: bool
+    flat: int = 0  # F
+    pads: tuple[int, ...] = ()  # elements of each alignment padding, whose gradients are zeros
+    shard: int = 0  # c
+    gathered: Block | None = None
+    prefetched: bool = False
+    needs_unshard: bool = False  # `_needs_pre_backward_unshard`
+    in_backward: bool = False
+    place: int | None = None  # `_post_forward_index`
+    grads: dict[str, Block] = field(default_factory=dict)  # as autograd made them
+    flat_grad: Block | None = None  # `flat_param.grad`, unsharded
+    shard_grad: Block | None = None
+    new_grad: Block | None = None  # `_saved_grad_shard` on the device, where the gradient lives on the host
+
+
+class FullySharded(Strategy):
+    """`FullyShardedDataParallel(model, auto_wrap_policy=...)`, then the loop of one GPU.
+
+    `world_size` ranks share each parameter; `replicas` groups of them average their gradients once more (HSDP).
+    `from_host`: the model is made on the CPU, and `device_id` moves it unit by unit.
+    """
+
+    name = "fsdp1"
+
+    def __init__(
+        self,
+        world_size: int = 1,
+        settings: FsdpSettings | None = None,
+        *,
+        rank: int = 0,
+        replicas: int = 1,
+        from_host: bool = False,
+    ) -> None:
+        self.world_size = world_size
+        self.from_host = from_host
+        self.rank = rank
+        self.replicas = replicas
+        self.settings = settings or FsdpSettings(version=1)
+        self._units: dict[int, _Unit] = {}  # by module
+        self._unit_of: dict[str, _Unit] = {}  # by parameter
+        self._order: list[_Unit] = []  # `handles_post_forward_order`
+        self._reduces = True
+        self._micro_batch = 0
+        self._steps = 0
+        self._is_initialised = False
+
+    # -- sizes -----------------------------------------------------------------------------------------------------------
+
+    def _stored(self, slot: TensorSlot) -> str:
+        return slot.dtype if self.settings.param_dtype is None else self.settings.stored_dtype or "float32"
+
+    def _reduced(self, slot: TensorSlot) -> str:
+        return self.settings.reduce_dtype or slot.dtype
+
+    def _casts(self, unit: _Unit) -> bool:
+        return self._stored(unit.params[0]) != unit.params[0].dtype
+
+    def _measure(self, unit: _Unit) -> None:
+        """`_init_flat_param_and_metadata`."""
+        total, pads = 0, []
+        align = _ALIGNMENT // ITEMSIZE[unit.params[0].dtype] if self.settings.use_orig_params else 1
+        for slot in unit.params:
+            if total % align:
+                pads.append(align - total % align)
+                total += pads[-1]
+            total += slot.numel
+        if self.settings.use_orig_params and total % self.world_size:
+            pads.append(self.world_size - total % self.world_size)
+            total += pads[-1]
+        unit.flat, unit.pads, unit.shard = total, tuple(pads), -(-total // self.world_size)
+
+    def _inside(self, unit: _Unit) -> list[tuple[TensorSlot, int]]:
+        """The optimizer's tensors of one unit on this rank: (parameter, elements)."""
+        if not self.settings.use_orig_params:
+            return [(unit.params[0], unit.shard)]
+        start, stop = self.rank * unit.shard, (self.rank + 1) * unit.shard
+        align = _ALIGNMENT // ITEMSIZE[unit.params[0].dtype]
+        found, position = [], 0
+        for slot in unit.params:
+            position += -position % align
+            inside = min(stop, position + slot.numel) - max(start, position)
+            if inside > 0:
+                found.append((slot, inside))
+            position += slot.numel
+        return found
+
+    # -- the run ---------------------------------------------------------------------------------------------------------
+
+    def at_init(self, sim: Simulation) -> None:
+        trace = sim.trace
+        if sim.trains and times_entered(trace, ROOT) != 1:
+            raise CannotTell(f"--strategy {self.name}: only a step that runs the whole model once is modelled")
+        self._make_units(trace)
+        for slot in trace.buffers:
+            sim.place(Component.BUFFER, slot.fqn, slot.shape, slot.dtype)
+        whole = {} if self.from_host else self._move(sim, trace.params)
+        offloads = self.settings.cpu_offload
+        for unit in sorted(self._units.values(), key=lambda u: depth(u.fqn)):
+            if self.from_host:
+                whole = self._move(sim, unit.params)
+            itemsize = ITEMSIZE[self._stored(unit.params[0])]
+            pads = [sim.alloc(Component.TEMP, pad * itemsize, unit.fqn, "padding") for pad in unit.pads]
+            flat = sim.alloc(Component.PARAM, unit.flat * itemsize, unit.fqn, "flat parameter")
+            for block in [*pads, *(whole.pop(s.fqn) for s in unit.params)]:
+                sim.free(block)
+            self._cut(sim, unit, itemsize)
+            sim.free(flat)
+            if offloads:
+                sim.alloc(Component.PARAM, unit.shard * itemsize, unit.fqn, "sharded parameter", Tier.HOST_PINNED)
+                if unit.trains:
+                    sim.alloc(Component.GRAD, unit.shard * itemsize, unit.fqn, "sharded gradient", Tier.HOST_PINNED)
+        if sim.trains and not offloads:
+            sim.run_optimizer(self._rule(sim).init, self._names(sim))
+
+    def _move(self, sim: Simulation, params: Sequence[TensorSlot]) -> dict[str, Block]:
+        return {slot.fqn: sim.place(Component.PARAM, slot.fqn, slot.shape, self._stored(slot)) for slot in params}
+
+    def _cut(self, sim: Simulation, unit: _Unit, itemsize: int) -> None:
+        """`_get_shard`: a copy of this rank's chunk; a shorter one is padded in a second copy.  Offloaded shards go at once."""
+        own = max(0, min(unit.shard, unit.flat - self.rank * unit.shard))
+        shard = sim.alloc(Component.PARAM, own * itemsize, unit.fqn, "sharded parameter")
+        if own < unit.shard:
+            chunk, shard = shard, sim.alloc(Component.PARAM, unit.shard * itemsize, unit.fqn, "sharded parameter")
+            sim.free(chunk)
+        if self.settings.cpu_offload:
+            sim.free(shard)
+
+    def before_module(self, sim: Simulation, module: int, kind: Pass) -> None:
+        is_root = sim.trace.modules[module].fqn == ROOT
+        if kind is Pass.FORWARD and is_root:
+            self._reduces = not self.settings.no_sync or self._micro_batch == sim.loop.grad_accum_steps - 1
+            if not self._is_initialised:
+                self._first_forward(sim)
+            if self.settings.use_orig_params:
+                self._drop_cleared(sim)
+        unit = self._units.get(module)
+        if unit is None:
+            return
+        if kind is Pass.FORWARD:
+            if not unit.prefetched:
+                self._unshard(sim, unit)
+            if self.settings.forward_prefetch:
+                self._prefetch(sim, self._next_forward(unit))
+        elif kind is Pass.BACKWARD and not unit.in_backward:
+            unit.in_backward = True
+            if unit.needs_unshard and not unit.prefetched:
+                self._unshard(sim, unit)
+            unit.needs_unshard = False
+            if self.settings.backward_prefetch == "BACKWARD_PRE":
+                self._prefetch_backward(sim, unit)
+
+    def after_module(self, sim: Simulation, module: int, kind: Pass) -> None:
+        unit = self._units.get(module)
+        if unit is None:
+            return
+        if kind is Pass.FORWARD:
+            if unit.place is None or unit.place == 0:  # upstream's test takes place 0 for none
+                unit.place = len(self._order)
+            self._order.append(unit)
+            unit.prefetched = False
+            if unit.fqn != ROOT and self.settings.reshards:
+                self._release(sim, unit)
+            unit.needs_unshard = True
+        elif kind is Pass.BACKWARD and not unit.trains:
+            self._reshard_after_backward(sim, unit)
+
+    def grad_ready(self, sim: Simulation, param: TensorSlot, block: Block | None) -> None:
+        """The gradient waits in the input of the flat parameter's split until the whole unit's are there."""
+        unit = self._unit_of[param.fqn]
+        assert block is not None
+        unit.grads[param.fqn] = block
+        if len(unit.grads) == sum(1 for p in unit.params if p.fqn in self._reached):
+            self._post_backward(sim, unit)
+
+    def end_of_micro_step(self, sim: Simulation, micro_batch: int) -> None:
+        """`_post_backward_final_callback`."""
+        self._micro_batch = (micro_batch + 1) % sim.loop.grad_accum_steps
+        for unit in self._units.values():
+            if unit.gathered is not None and (self._reduces or self.settings.reshards):
+                self._release(sim, unit)
+            if unit.new_grad is not None:
+                sim.free(unit.new_grad)
+                unit.new_grad = None
+            unit.in_backward = unit.prefetched = unit.needs_unshard = False
+            unit.place = None
+        self._order.clear()
+
+    def step(self, sim: Simulation) -> None:
+        if self.settings.cpu_offload:
+            if not self._steps:
+                rule = self._rule(sim)
+                for event in (*rule.init, *rule.first):
+                    if event.kind is StepKind.STATE:
+                        sim.alloc(Component.OPTIMIZER_STATE, event.nbytes, "", "optimizer state", Tier.HOST_PAGEABLE)
+            sim.enqueue("host_step", sum(u.shard for u in self._trained()) * ITEMSIZE["float32"])
+        else:
+            if sim.loop.clip_grad_norm:
+                shapes: list[tuple[int, ...]] = [(inside,) for _, inside in self._stepped(sim)]
+                for event in clip_grad_norm_events(shapes, sim.target):
+                    sim.run_temporary(event, "clip_grad_norm_")
+            rule = self._rule(sim)
+            sim.run_optimizer(rule.later if self._steps else rule.first, self._names(sim))
+        self._steps += 1
+
+    def zero_grad(self, sim: Simulation, set_to_none: bool) -> None:
+        self._cleared = set_to_none
+        if set_to_none and not self.settings.use_orig_params:
+            self._drop_cleared(sim)
+
+    def _drop_cleared(self, sim: Simulation) -> None:
+        """`_reset_flat_param_grad_info_if_needed`: with `use_orig_params` the flat gradient outlives `zero_grad` until here."""
+        if not self._cleared:
+            return
+        for unit in self._units.values():
+            if unit.shard_grad is not None:
+                sim.free(unit.shard_grad)
+                unit.shard_grad = None
+        self._cleared = False
+
+    _cleared = False
+    _reached: frozenset[str] = frozenset()
+
+    # -- gather and release ----------------------------------------------------------------------------------------------
+
+    def _first_forward(self, sim: Simulation) -> None:
+        """`init_flat_param_attributes`: storages are made to learn their sizes, and emptied."""
+        self._is_initialised = True
+        for unit in sorted(self._units.values(), key=lambda u: u.fqn != ROOT):
+            wide = ITEMSIZE[self._stored(unit.params[0])]
+            narrow = ITEMSIZE[unit.params[0].dtype]
+            sizes = [unit.shard * self.world_size * narrow]
+            if self._casts(unit):
+                sizes = [unit.shard * narrow, *sizes, unit.shard * self.world_size * wide]
+            for nbytes in sizes:
+                sim.run_temporary(nbytes, "storage made and emptied")
+
+    def _unshard(self, sim: Simulation, unit: _Unit) -> None:
+        """`_unshard`: the shard, cast or copied to the device where need be, then the all-gather's output."""
+        if unit.gathered is not None:
+            return
+        slot = unit.params[0]
+        narrow, wide = ITEMSIZE[slot.dtype], ITEMSIZE[self._stored(slot)]
+        own: Block | None = None
+        stream = _PRE_UNSHARD_STREAM
+        if self._casts(unit):
+            own = sim.alloc(Component.COMM_BUFFER, unit.shard * narrow, unit.fqn, "cast shard", stream=stream)
+        if self.settings.cpu_offload:
+            copy = sim.alloc(Component.OFFLOAD_BUFFER, unit.shard * wide, unit.fqn, "shard on the GPU", stream=stream)
+            sim.enqueue("h2d", unit.shard * wide, stream)
+            if own is None:
+                own = copy
+            else:
+                sim.free(copy)
+        nbytes = unit.shard * self.world_size * narrow
+        unit.gathered = sim.alloc(Component.COMM_BUFFER, nbytes, unit.fqn, "gathered parameters", stream=_UNSHARD_STREAM)
+        sim.enqueue("all_gather", nbytes, _UNSHARD_STREAM)
+        if own is not None:
+            sim.free(own)
+
+    def _release(self, sim: Simulation, unit: _Unit) -> None:
+        if unit.gathered is not None:
+            sim.free(unit.gathered)
+            unit.gathered = None
+        unit.prefetched = False
+
+    def _prefetch(self, sim: Simulation, unit: _Unit | None) -> None:
+        if unit is not None and not unit.prefetched:
+            self._unshard(sim, unit)
+            unit.prefetched = True
+
+    def _prefetch_backward(self, sim: Simulation, unit: _Unit) -> None:
+        """`get_handle_to_backward_prefetch`: the unit whose forward ended before this one's."""
+        if unit.place:
+            before = self._order[unit.place - 1]
+            if before.needs_unshard:
+                self._prefetch(sim, before)
+
+    def _next_forward(self, unit: _Unit) -> _Unit | None:
+        order = list(self._units.values())
+        place = order.index(unit) + 1
+        return order[place] if place < len(order) and self._steps else None
+
+    def _reshard_after_backward(self, sim: Simulation, unit: _Unit) -> None:
+        """`_post_backward_reshard`."""
+        if self._reduces or self.settings.reshards:
+            self._release(sim, unit)
+        if self.settings.backward_prefetch == "BACKWARD_POST":
+            self._prefetch_backward(sim, unit)
+
+    # -- gradients -------------------------------------------------------------------------------------------------------
+
+    def _post_backward(self, sim: Simulation, unit: _Unit) -> None:
+        """The split's backward concatenates; then `_post_backward_hook`."""
+        slot = unit.params[0]
+        narrow = ITEMSIZE[slot.dtype]
+        missing = [p.numel for p in unit.params if p.fqn not in unit.grads]
+        zeros = [sim.alloc(Component.GRAD, n * narrow, unit.fqn, "zero gradient") for n in (*unit.pads, *missing)]
+        flat = unit.grads.pop(slot.fqn) if len(unit.params) == 1 and not unit.pads else None
+        if flat is None:
+            flat = sim.alloc(Component.GRAD, unit.flat * narrow, unit.fqn, "flat gradient")
+        for block in [*zeros, *unit.grads.values()]:
+            sim.free(block)
+        unit.grads.clear()
+        if unit.flat_grad is None:
+            unit.flat_grad = flat
+        else:  # accumulated in place
+            sim.free(flat)
+        self._reshard_after_backward(sim, unit)
+        if self._reduces:
+            self._reduce(sim, unit)
+
+    def _reduce(self, sim: Simulation, unit: _Unit) -> None:
+        slot = unit.params[0]
+        assert unit.flat_grad is not None
+        going, unit.flat_grad = [unit.flat_grad], None
+        reduced, stored = self._reduced(slot), self._stored(slot)
+        r, stream = ITEMSIZE[reduced], _REDUCE_STREAM
+        if reduced != slot.dtype:
+            going.append(sim.alloc(Component.GRAD, unit.flat * r, unit.fqn, "gradient to reduce", stream=stream))
+        if unit.flat % self.world_size:
+            nbytes = unit.shard * self.world_size * r
+            going.append(sim.alloc(Component.COMM_BUFFER, nbytes, unit.fqn, "padded gradient", stream=stream))
+        output = sim.alloc(Component.GRAD, unit.shard * r, unit.fqn, "sharded gradient", stream=stream)
+        sim.enqueue("reduce_scatter", unit.shard * self.world_size * r, stream)
+        if self.replicas > 1:
+            sim.enqueue("all_reduce", unit.shard * r, stream)
+        if reduced != stored:
+            cast = sim.alloc(Component.GRAD, unit.shard * ITEMSIZE[stored], unit.fqn, "sharded gradient", stream=stream)
+            sim.free(output)
+            output = cast
+        if self.settings.cpu_offload:
+            sim.enqueue("d2h", unit.shard * ITEMSIZE[stored], stream)
+            if unit.new_grad is not None:
+                sim.free(unit.new_grad)
+            unit.new_grad = output
+        elif unit.shard_grad is None:
+            unit.shard_grad = output
+        else:
+            sim.free(output)  # added to the gradient that is there
+        for block in reversed(going):
+            sim.free(block)
+
+    # -- small parts -----------------------------------------------------------------------------------------------------
+
+    def _make_units(self, trace: StepTrace) -> None:
+        self._reached = frozenset(trace.params[i].fqn for i in trace.params_with_grad)
+        for index, (fqn, params) in units_of(trace, self.settings).items():
+            trains = {p.requires_grad for p in params}
+            if len(trains) > 1:
+                raise _half_frozen(self.name, fqn, params, self.settings.use_orig_params)
+            if fqn != ROOT and times_entered(trace, fqn) > 1:
+                raise CannotTell(f"--strategy {self.name}: {fqn} runs more than once in a step, which is not modelled")
+            unit = self._units[index] = _Unit(fqn, params, trains.pop() and any(p.fqn in self._reached for p in params))
+            self._measure(unit)
+            self._unit_of.update((p.fqn, unit) for p in params)
+
+    def _trained(self) -> list[_Unit]:
+        return [u for u in sorted(self._units.values(), key=lambda u: u.fqn != ROOT) if u.trains]
+
+    def _stepped(self, sim: Simulation) -> list[tuple[TensorSlot, int]]:
+        """The optimizer's tensors in its order: the model's own for original parameters, else the root's flat one first."""
+        parts = [part for unit in self._trained() for part in self._inside(unit)]
+        if self.settings.use_orig_params:
+            order = {slot.fqn: index for index, slot in enumerate(sim.trace.params)}
+            parts.sort(key=lambda part: order[part[0].fqn])
+        return parts
+
+    def _names(self, sim: Simulation) -> list[str]:
+        return [slot.fqn for slot, _ in self._stepped(sim)]
+
+    def _rule(self, sim: Simulation) -> StepEvents:
+        return sim.optimizer.step([OptimizerTensor((n,), self._stored(slot)) for slot, n in self._stepped(sim)])
+
+
+def _half_frozen(name: str, fqn: str, params: Sequence[TensorSlot], use_orig_params: bool) -> Exception:
+    frozen = next(p.fqn for p in params if not p.requires_grad)
+    where = f"the unit {fqn!r}" if fqn else "the root unit"
+    problem = f"--strategy {name}: {where} has frozen and trained parameters ({frozen} is frozen)"
+    if use_orig_params:
+        return CannotTell(f"{problem}, which is not modelled with use_orig_params")
+    return UserError(problem, "FSDP refuses that: wrap them apart, or set use_orig_params")
+
+
+def check(request: Request) -> None:
+    settings = _settings(request)
+    if settings.sharding_strategy == "NO_SHARD":
+        raise CannotTell("fsdp1 with sharding_strategy NO_SHARD is not modelled: torch calls it deprecated. Use --strategy ddp")
+    if request.offload and set(request.offload) != {"optimizer", "param"}:
+        raise CannotTell(
+            f"--offload {'+'.join(request.offload)}: FSDP moves parameters, gradients and the optimizer to the host together. "
+            "Use --offload optimizer+param"
+        )
+
+
+def make(request: Request, trace: StepTrace) -> Strategy:
+    settings = _settings(request)
+    replicas = settings.replicas(request.nodes)
+    if request.gpus % replicas:
+        raise UserError(f"dp_replicate_size {replicas}: {request.gpus} GPUs do not divide by it", "Choose a divisor")
+    shards = request.gpus // replicas
+    return FullySharded(shards, settings, rank=(request.rank or 0) % shards, replicas=replicas, from_host=True)
+
+
+def said(request: Request) -> list[str]:
+    settings = _settings(request)
+    what = "every block and the model are units" if settings.auto_wrap_policy != "NO_WRAP" else "the model is one unit"
+    return [f"FullyShardedDataParallel, {settings.sharding_strategy}: {what}; made on the CPU and moved unit by unit"]
+
+
+def _settings(request: Request) -> FsdpSettings:
+    from dataclasses import replace
+
+    from . import MIXED
+
+    settings = request.fsdp or FsdpSettings(version=1)
+    if request.precision in MIXED and settings.param_dtype is None:
+        settings = replace(settings, param_dtype=MIXED[request.precision])
+    return replace(settings, cpu_offload=True) if request.offload else settings
