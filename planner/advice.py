@@ -171,14 +171,16 @@ def _floor_bytes(request: Request, prediction: Prediction) -> int:
     if request.gpus > 1:
         return 0  # the strategy decides what lies on each card
     size = ITEMSIZE[PARAM_DTYPE[request.precision]]
-    if request.mode != "train":
+    if request.method in ("zo2", "distzo2"):
+        return 0  # the blocks are on the host
+    if not request.has_backward:
         return prediction.num_params * size
     return (prediction.num_params + prediction.num_trainable_params * (1 + _STATE_COPIES.get(request.optimizer, 0))) * size
 
 
 def _changes(request: Request) -> Iterator[_Change]:
     """Single changes, cheapest first: those that cost nothing, then time, then precision of the numbers, then the optimizer."""
-    trains = request.mode == "train"
+    trains = request.has_backward
     if trains and not request.loop.set_to_none:
         yield _Change("let zero_grad set gradients to None", "without --keep-grads", request.but(set_to_none=True))
     if trains and request.loop.zero_grad != "after-step":
@@ -217,6 +219,10 @@ def _changes(request: Request) -> Iterator[_Change]:
         yield _Change(
             "weights, gradients and state in fp16, without fp32 masters", "--precision fp16", request.but(precision="fp16")
         )
+    if request.method == "mezo":
+        yield _Change(
+            "keep the blocks on the host (ZO2: the same training, more copies)", "--method zo2", request.but(method="zo2")
+        )
     if trains and request.optimizer in ("adamw", "adam"):
         reset = "" if request.optimizer_impl == "default" else " --optimizer-impl default"
         for words, name in (("an optimizer with factored state", "adafactor"), ("an optimizer without state", "sgd")):
@@ -246,12 +252,12 @@ def _remedy(change: _Change, prediction: Prediction) -> Remedy:
 def _smaller(request: Request, traces: TraceSource) -> list[Remedy]:
     """A smaller micro batch (with accumulation, so that the optimizer sees the same batch), and a shorter sequence."""
     found = []
-    accumulating = request.but(grad_accum_steps=max(2, request.loop.grad_accum_steps)) if request.mode == "train" else request
+    accumulating = request.but(grad_accum_steps=max(2, request.loop.grad_accum_steps)) if request.has_backward else request
     batch = max_micro_batch_size(accumulating, traces) if request.micro_batch_size > 1 else None
     if batch and batch < request.micro_batch_size:
         steps = -(-request.micro_batch_size // batch) * request.loop.grad_accum_steps
-        changed = request.but(micro_batch_size=batch, grad_accum_steps=steps if request.mode == "train" else 1)
-        accumulate = f" --grad-accum {steps}" if request.mode == "train" else ""
+        changed = request.but(micro_batch_size=batch, grad_accum_steps=steps if request.has_backward else 1)
+        accumulate = f" --grad-accum {steps}" if request.has_backward else ""
         remedy = _try(_Change(f"a micro batch of {batch}", f"--micro-batch {batch}{accumulate}", changed), traces)
         if remedy and remedy.verdict in (Verdict.FITS, Verdict.TIGHT):
             found.append(remedy)

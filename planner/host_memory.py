@@ -9,50 +9,15 @@ whose `pinned_max_round_threshold_mb` is unlimited by default).  Measured: 8.1 G
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .ledger import Component, Ledger, Tier
-
-if TYPE_CHECKING:
-    from .simulate import Block, Simulation
+from .ledger import Ledger, Tier
 
 
 def pinned_bytes(nbytes: int) -> int:
     """Bytes that the host allocator takes for a pinned tensor of `nbytes`: the next power of two; 0 for none."""
     return 1 << (nbytes - 1).bit_length() if nbytes > 0 else 0
-
-
-class PinnedPool:
-    """The caching host allocator of one process.  Its blocks are rows of the ledger's pinned tier, and never die."""
-
-    def __init__(self) -> None:
-        self._free: dict[int, list[Block]] = defaultdict(list)
-        self._ids: set[int] = set()
-
-    def owns(self, block: Block) -> bool:
-        return block.id in self._ids
-
-    def take(self, sim: Simulation, nbytes: int, fqn: str = "", component: Component = Component.PARAM) -> Block:
-        """A pinned block for `nbytes`: one that was freed, or a new one."""
-        size = pinned_bytes(nbytes)
-        if self._free[size]:
-            return self._free[size].pop()
-        block = sim.alloc(component, size, fqn, "pinned host copy", Tier.HOST_PINNED)
-        self._ids.add(block.id)
-        return block
-
-    def give(self, block: Block) -> None:
-        """The tensor is gone; its block waits for the next one of the class."""
-        self._free[block.nbytes].append(block)
-
-
-def host_peak_bytes(ledger: Ledger) -> int:
-    """The most host memory, pinned and pageable together, at any moment."""
-    on_host = np.isin(ledger.tier, (Tier.HOST_PINNED, Tier.HOST_PAGEABLE))
-    live = np.cumsum(ledger.delta_bytes[on_host])
-    return int(live.max()) if len(live) else 0
 
 
 def pinned_reserved_bytes(ledger: Ledger) -> np.ndarray:

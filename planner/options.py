@@ -6,9 +6,11 @@ import argparse
 from typing import TYPE_CHECKING
 
 from ..errors import UserError
+from .strategies import ZEROTH_ORDER
 
 if TYPE_CHECKING:
     from .request import Request
+    from .strategies.zo_settings import ZoSettings
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
@@ -44,7 +46,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     precisions = "fp32, bf16, fp16, bf16-autocast, fp16-autocast, bf16-mixed, fp16-mixed (default: as the weights are stored)"
     how.add_argument("--precision", metavar="P", help=precisions)
     how.add_argument("--mode", metavar="M", help="train (default), forward: no backward, inference: under no_grad")
-    how.add_argument("--method", metavar="M", help="full (default), lora, qlora and others")
+    how.add_argument("--method", metavar="M", help="full (default), mezo, zo2, distzo2")
     how.add_argument("--strategy", metavar="S", help="single (default), ddp, zero0 .. zero3, fsdp1, fsdp2, hsdp")
     how.add_argument(
         "--optimizer", metavar="O", help="adamw (default), adam, sgd, sgd-momentum, adafactor and others of torch.optim"
@@ -56,7 +58,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--loss",
         metavar="L",
-        help="hf: the model's own (default), plain: logits as they are, chunked: in chunks of tokens",
+        help="hf: the model's own (default), plain: logits as they are, shifted: on shifted copies of them, chunked: in chunks",
     )
     how.add_argument(
         "--use-cache", action="store_true", help="the model builds a key-value cache while it trains (Trainer: off)"
@@ -74,6 +76,18 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--rank", type=int, metavar="R", help="the process that is shown (default: the one that needs most)")
     how.add_argument("--compile", action="store_true", help="the run uses torch.compile, which is not modelled")
     how.add_argument("--assume-eager", action="store_true", help="with --compile: answer as if it did not")
+    zo = parser.add_argument_group("zeroth-order training (--method mezo, zo2, distzo2)")
+    zo.add_argument("--zo-pert", type=int, metavar="N", help="GPUs that share the two perturbed forwards of a step: 1 or 2")
+    zo.add_argument(
+        "--zo-data", type=int, metavar="N", help="groups of GPUs with a batch of their own (default: what --gpus leaves)"
+    )
+    zo.add_argument("--zo-slice", action="store_true", help="each GPU uploads its share of a block, NVLink brings the rest")
+    zo.add_argument("--zo-offload-blocks", metavar="N", help="how many blocks live on the host: a number, or all (default)")
+    zo.add_argument("--zo-bucket", action="store_true", help="a block moves as one flat tensor")
+    zo.add_argument("--zo-amp", action="store_true", help="fp32 on the GPU with autocast, fewer bits on the host")
+    zo.add_argument("--zo-host-precision", metavar="P", help="with --zo-amp, what the host keeps: fp16 (default), bf16, fp8")
+    zo.add_argument("--zo-no-overlap", action="store_true", help="copies wait for compute, from pageable memory")
+    zo.add_argument("--zo-no-cache", action="store_true", help="mezo: the forward builds no key-value cache")
     loop = parser.add_argument_group("the training loop")
     loop.add_argument(
         "--grad-accum", type=int, metavar="N", help="forward and backward passes in one optimizer step (default: 1)"
@@ -127,6 +141,7 @@ def request_from(args: argparse.Namespace) -> Request:
         offload=_parts(args.offload),
         host_ram_bytes=args.host_ram and parse_bytes(args.host_ram, "--host-ram"),
         nvme_bytes=args.nvme and parse_bytes(args.nvme, "--nvme"),
+        zo=_zo_settings(args),
         frozen=tuple(args.freeze),
         compiled=args.compile and not args.assume_eager,
         alloc_conf=args.alloc_conf,
@@ -146,3 +161,39 @@ def request_from(args: argparse.Namespace) -> Request:
 def _parts(text: str | None) -> tuple[str, ...]:
     """ "optimizer+param" as its parts; "none" and nothing are no parts."""
     return () if text in (None, "", "none") else tuple(text.split("+"))
+
+
+def _zo_settings(args: argparse.Namespace) -> ZoSettings | None:
+    """The --zo-* options, or None where none was given."""
+    from .strategies.zo_settings import ZoSettings
+
+    if args.zo_data is None and args.method == "distzo2" and args.gpus and args.gpus % (args.zo_pert or 1) == 0:
+        args.zo_data = args.gpus // (args.zo_pert or 1)
+    given = {
+        "zo_pert": args.zo_pert,
+        "zo_data": args.zo_data,
+        "zo_slice": args.zo_slice or None,
+        "offloading_blocks": _blocks(args.zo_offload_blocks),
+        "bucket": args.zo_bucket or None,
+        "amp": args.zo_amp or None,
+        "precision_on_offloading_device": args.zo_host_precision,
+        "overlap": False if args.zo_no_overlap else None,
+        "use_cache": False if args.zo_no_cache else None,
+    }
+    given = {name: value for name, value in given.items() if value is not None}
+    if given and args.method not in ZEROTH_ORDER:
+        option = next(o for o in vars(args) if o.startswith("zo_") and getattr(args, o))
+        raise UserError(
+            f"--{option.replace('_', '-')} with --method {args.method or 'full'}: it belongs to zeroth-order training",
+            "Use --method zo2",
+        )
+    return ZoSettings(**given) if given else None
+
+
+def _blocks(text: str | None) -> int | str | None:
+    if text is None or text == "all":
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        raise UserError(f"--zo-offload-blocks {text}: expected a number or all", "Leave it out for all") from None

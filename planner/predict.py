@@ -84,7 +84,7 @@ def _answer(request: Request, trace: StepTrace, run: Simulated) -> Prediction:
         host=host,
         failure=failure,
         num_alloc_retries=limited.num_alloc_retries,
-        flops_per_step=trace.flops * request.loop.grad_accum_steps,
+        flops_per_step=trace.flops * (request.loop.grad_accum_steps if request.has_backward else request.num_forwards),
         hints=tuple(run.strategy.hints()),
         assumptions=tuple(_assumptions(request, trace)),
         versions=trace.versions,
@@ -118,7 +118,7 @@ def simulated(request: Request, trace: StepTrace) -> Simulated:
     """The run that `request` asks about."""
     target = str(trace.options["target"])
     kernels = Kernels.for_device(request.device, trace.versions["torch"]) if target == "cuda" else Kernels.none()
-    optimizer = traced_rule(request.optimizer, optimizer_impl(request), target=target) if request.mode == "train" else None
+    optimizer = traced_rule(request.optimizer, optimizer_impl(request), target=target) if request.has_backward else None
     strategy = make_strategy(request, trace)
     ledger, work = simulate(trace, strategy, optimizer=optimizer, loop=request.loop, kernels=kernels)
     return Simulated(ledger, work, strategy)
@@ -261,7 +261,7 @@ def _phases(ledger: Ledger, free: ReplayResult) -> dict[str, Moment]:
 
 def _assumptions(request: Request, trace: StepTrace) -> list[str]:
     said = [*request.defaults, *trace.assumptions, *said_of(request)]
-    if request.mode == "train":
+    if request.has_backward:
         rule = traced_rule(request.optimizer, optimizer_impl(request), target=str(trace.options["target"]))
         said.append(f"torch.optim {rule.name}, {rule.impl} implementation")
         said += request.loop.assumptions()

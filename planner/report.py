@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..units import gib, human
 from .prediction import Verdict
+from .strategies import ZEROTH_ORDER
 from .wording import COMPONENT, PHASE, columns, count, figure, hundredths, op_name, shares
 
 if TYPE_CHECKING:
@@ -136,7 +137,7 @@ def _asked(p: Prediction, width: int) -> str:
     size = f", {count(p.num_params)} parameters" if p.num_params else ""
     if p.num_trainable_params and p.num_trainable_params != p.num_params:
         size += f" of which {count(p.num_trainable_params)} train"
-    kind = {"train": f"{q['method']} training with {q['optimizer']}", "forward": "forward pass that keeps the graph",
+    kind = {"train": _training(q), "forward": "forward pass that keeps the graph",
             "inference": "inference"}.get(q["mode"], q["mode"])  # fmt: skip
     batch = f"micro batch {q['micro_batch_size']}"
     batch += f", {q['image_size']} px" if q.get("image_size") else f", sequence {q['seq_len']}" if _has_tokens(q) else ""
@@ -145,7 +146,7 @@ def _asked(p: Prediction, width: int) -> str:
         how.append(f"{q['target_len']} label tokens")
     if loop.get("grad_accum_steps", 1) > 1:
         how.append(f"{loop['grad_accum_steps']} accumulated")
-    if q["mode"] == "train":
+    if _has_backward(q):
         recompute = {"none": "no recompute", "full": "activations recomputed in backward"}
         how.append(recompute.get(q["recompute"], f"recompute {q['recompute']}"))
     if q["strategy"] != "single":
@@ -155,6 +156,14 @@ def _asked(p: Prediction, width: int) -> str:
         unit = "optimizer step" if q["mode"] == "train" else "pass"
         lines.append(("work", f"{count(p.flops_per_step)} floating-point operations in one {unit}"))
     return "\n".join(line for name, text in lines for line in _named(name, text, width))
+
+
+def _training(question: dict[str, Any]) -> str:
+    return f"{question['method']} training" + (f" with {question['optimizer']}" if _has_backward(question) else "")
+
+
+def _has_backward(question: dict[str, Any]) -> bool:
+    return question["mode"] == "train" and question["method"] not in ZEROTH_ORDER
 
 
 def _has_tokens(question: dict[str, Any]) -> bool:
@@ -167,7 +176,7 @@ def _table(p: Prediction, width: int, bar: str) -> str:
     assert peak is not None
     parts = sorted(peak.components.items(), key=lambda item: -item[1])
     rounding = peak.allocated_bytes - peak.requested_bytes
-    named = COMPONENT if p.question["mode"] == "train" else {**COMPONENT, "activation": "inputs, and results that are kept"}
+    named = COMPONENT if _has_backward(p.question) else {**COMPONENT, "activation": "inputs, and results that are kept"}
     labels = [named.get(name, name) for name, _ in parts]
     sizes = [size for _, size in parts]
     if hundredths(rounding) > 0:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import CannotTell, UserError, did_you_mean
 from .loop import LoopFacts
-from .strategies import DISTRIBUTED, SINGLE, check_strategy
+from .strategies import DISTRIBUTED, SINGLE, ZEROTH_ORDER, check_strategy
 from .trace.options import recompute_parts
 
 if TYPE_CHECKING:
@@ -15,13 +15,14 @@ if TYPE_CHECKING:
     from ..models import ModelSpec
     from .strategies.deepspeed_settings import DeepSpeedSettings
     from .strategies.fsdp_settings import FsdpSettings
+    from .strategies.zo_settings import ZoSettings
 
 PRECISIONS = ("fp32", "bf16", "fp16", "bf16-autocast", "fp16-autocast", "bf16-mixed", "fp16-mixed")
-METHODS = ("full",)
+METHODS = ("full", *ZEROTH_ORDER)
 STRATEGIES = (SINGLE, *DISTRIBUTED)
 MODES = ("train", "forward", "inference")
 ATTENTIONS = ("sdpa", "eager", "flash_attention_2")
-LOSSES = ("model", "plain", "chunked")
+LOSSES = ("model", "plain", "shifted", "chunked")
 # Other spellings that people use, by option.
 ALIASES = {"attention": {"flash2": "flash_attention_2"}, "loss": {"hf": "model"}}
 # What can leave the GPU, by where it goes.
@@ -31,7 +32,7 @@ DEFAULT_SEQ_LEN = 2048  # capped by the model's positions
 DEFAULT_IMAGE_SEQ_LEN = 0
 
 # Words of the command line that this version does not plan yet.  Asking for one is no mistake: the answer is unknown.
-_LATER_METHODS = ("lora", "qlora", "dora", "freeze", "galore", "badam", "lomo", "lisa", "mezo", "zo2", "distzo2")
+_LATER_METHODS = ("lora", "qlora", "dora", "freeze", "galore", "badam", "lomo", "lisa")
 _LATER_STRATEGIES = ("zero0",)
 
 
@@ -68,6 +69,8 @@ class Request:
     """Knobs of the DeepSpeed engine; None: its defaults."""
     fsdp: FsdpSettings | None = None
     """Knobs of FSDP; None: torch's defaults."""
+    zo: ZoSettings | None = None
+    """Knobs of zeroth-order training; None: the defaults."""
     host_ram_bytes: int | None = None
     """Memory of each machine; None: not known, so that it cannot be too small."""
     nvme_bytes: int | None = None
@@ -110,6 +113,16 @@ class Request:
         check_strategy(self)
         if self.strategy != SINGLE and self.mode != "train":
             raise CannotTell(f"--mode {self.mode} with --strategy {self.strategy} is not modelled yet. Use --mode train")
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether there are gradients, and an optimizer of torch's kind that steps on them."""
+        return self.mode == "train" and self.method not in ZEROTH_ORDER
+
+    @property
+    def num_forwards(self) -> int:
+        """Forwards of one micro batch in a step: zeroth-order training compares two."""
+        return 2 if self.method in ZEROTH_ORDER else 1
 
     def but(self, **changes: Any) -> Request:
         """The same question with some things changed; loop facts are named with their own field names."""

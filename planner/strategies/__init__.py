@@ -2,7 +2,8 @@
 
 A *door* is the module that turns a question into a strategy: `check(request)` refuses what it cannot do (UserError for a
 mistake, CannotTell for what is not modelled), `make(request, trace)` builds the strategy, and `said(request)` says what it
-takes for granted.
+takes for granted.  A door may also have `traced_as(request)`, the question whose trace is walked, and `prepared(trace)`, that
+trace as the runtime runs it.
 """
 
 from __future__ import annotations
@@ -28,12 +29,16 @@ _DOORS = {
     "fsdp2": "fsdp2",
     "hsdp": "fsdp2",
 }
+# Methods that have a loop of their own, whatever the strategy.
+_METHOD_DOORS = {"mezo": "mezo", "zo2": "zo2", "distzo2": "distzo2"}
+ZEROTH_ORDER = tuple(_METHOD_DOORS)
 DISTRIBUTED = tuple(name for name in _DOORS if name != SINGLE)
 MIXED = {"bf16-mixed": "bfloat16", "fp16-mixed": "float16"}  # 16-bit parameters in compute, fp32 ones behind them
 
 
 def _door(request: Request) -> Any:
-    return importlib.import_module(f"{__name__}.{_DOORS[request.strategy]}")
+    name = _METHOD_DOORS.get(request.method) or _DOORS[request.strategy]
+    return importlib.import_module(f"{__name__}.{name}")
 
 
 def check_strategy(request: Request) -> None:
@@ -46,6 +51,18 @@ def check_strategy(request: Request) -> None:
             "--gpus is the number of GPUs in all",
         )
     _door(request).check(request)
+
+
+def traced_as(request: Request) -> Request:
+    """The question whose trace `request` is answered from."""
+    traced: Request = getattr(_door(request), "traced_as", lambda same: same)(request)
+    return traced
+
+
+def prepared(request: Request, trace: StepTrace) -> StepTrace:
+    """`trace` as the runtime of `request` runs it."""
+    ready: StepTrace = getattr(_door(request), "prepared", lambda same: same)(trace)
+    return ready
 
 
 def make_strategy(request: Request, trace: StepTrace) -> Strategy:

@@ -241,6 +241,9 @@ def _loss_step(built: BuiltModel, loss: str) -> tuple[Callable[[nn.Module, Mappi
     module = built.module
     if not hasattr(module, "get_output_embeddings") or module.get_output_embeddings() is None:  # type: ignore[operator]
         raise UserError(f"--loss {loss}: {type(module).__name__} has no language-model head", "Use --loss model")
+    if loss == "shifted":
+        module.loss_function = _shifted_loss  # type: ignore[assignment]
+        return built.step, ["the loss is cross-entropy on shifted copies of the logits, in their own dtype"]
     if loss == "plain":
         return _plain_loss, ["the loss is cross-entropy on the logits in their own dtype, without a copy in fp32"]
     return _chunked_loss, [f"the head and the loss run in {_CHUNKS} chunks of tokens, logits in fp32"]
@@ -250,6 +253,12 @@ def _targets(batch: Mapping[str, Any]) -> Tensor:
     """Labels moved one to the left, flat: token i is asked for token i + 1."""
     labels: Tensor = batch["labels"]
     return nn.functional.pad(labels, (0, 1), value=-100)[..., 1:].reshape(-1)
+
+
+def _shifted_loss(logits: Tensor, labels: Tensor, vocab_size: int | None = None, **kwargs: Any) -> Tensor:
+    """That of transformers before 4.46, and of zo2's models: inside the model's forward, what that holds is still there."""
+    logits, labels = logits[..., :-1, :].contiguous(), labels[..., 1:].contiguous()
+    return nn.functional.cross_entropy(logits.view(-1, logits.size(-1)), labels.view(-1))
 
 
 def _plain_loss(module: nn.Module, batch: Mapping[str, Any]) -> Tensor:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import CannotTell, UserError
 from .. import cache
+from ..strategies import prepared, traced_as
 from .family import Domain, NoFamily, TraceFamily, domains, find_family
 from .symbolic import Point
 
@@ -37,7 +38,10 @@ class TraceSource:
         self._models: dict[Any, tuple[FakeModel, list[Stack]]] = {}
 
     def step(self, request: Request, target: str = "cuda") -> StepTrace:
-        """One micro step of the request's model, recorded for its GPU."""
+        """One micro step of the request's model, recorded for its GPU, as its strategy walks it."""
+        return prepared(request, self._step(traced_as(request), target))
+
+    def _step(self, request: Request, target: str) -> StepTrace:
         options = trace_options(request, target)
         if self._exact:
             return self._trace(request.model, options)

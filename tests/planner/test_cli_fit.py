@@ -79,7 +79,8 @@ RUN_FLAGS = {
     "--keep-outputs",
     "--alloc-conf",
 }
-COMMON_FLAGS = {"-h", "--help"} | MODEL_FLAGS | HARDWARE_FLAGS | RUN_FLAGS
+ZO_FLAGS = {f"--zo-{name}" for name in "pert data slice offload-blocks bucket amp host-precision no-overlap no-cache".split()}
+COMMON_FLAGS = {"-h", "--help"} | MODEL_FLAGS | HARDWARE_FLAGS | RUN_FLAGS | ZO_FLAGS
 
 
 def parser_of() -> argparse.ArgumentParser:
@@ -128,7 +129,7 @@ def test_a_tight_fit_is_a_failure_only_with_strict(capsys, peaks):
     "words",
     [
         "--method lora",
-        "--strategy fsdp1",
+        "--strategy ddp --gpus 2 --offload optimizer",
         "--gpus 2",
         "--offload optimizer",
         "--precision bf16-mixed",
@@ -139,7 +140,7 @@ def test_what_is_not_modelled_exits_with_2_and_names_the_option(capsys, words):
 
     verdict, reason = capsys.readouterr().out.splitlines()[:2]
     assert verdict == "CANNOT TELL"
-    assert words in reason
+    assert " ".join(words.split()[-2:]) in reason
 
 
 def test_torch_compile_is_not_answered_unless_eager_is_assumed(capsys, peaks):

@@ -1,0 +1,128 @@
+"""DistZO2: ZO2 on several GPUs, which share the two forwards of a step, the batch, and the uploads.
+
+No code of it is public (liangyuwang/zo2 at 4bca25c has none).  This follows the abstract (arXiv 2507.03211) and the notes on
+its traces (liangyuwang/distzo2paper at 90a9e90, README.md); what they leave open is decided here and said in the answer:
+
+* PertP (`zo_pert=2`): the GPUs of a pair run one forward each, on the same batch; two perturbations a unit, not three.
+* DDP (`zo_data=D`): every group has a batch of its own and the same seed.  2D is both: rank r has sign r % 2 and batch r // 2.
+* slicing (`zo_slice`): of N GPUs each holds and uploads 1/N of every tensor of a block; an all-gather over NVLink makes the
+  block whole on each; each sends its own part back.
+
+Formula: that of ZO2 for the batch of one group; under PertP what a lane holds (hidden states, masks, logits, loss) counts once;
+slicing adds the staging of one share, B / N, to the upload.  On the host every rank has the pinned copies of ZO2, or its N-th
+of them.  What goes between GPUs beside slices is a loss or a projected gradient: 4 bytes a step.
+
+Known limits.  Ranks of a pair restore parameters by other sums (+1 -1, and -1 +1), which differ in the last bit; the sources
+leave open who is right, and no memory is counted for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from ...errors import CannotTell, UserError
+from ..simulate import Block, Simulation
+from ..trace.block_segments import Piece, cut_blocks
+from ..trace.steptrace import StepTrace, TensorSlot
+from .base import Run, Strategy
+from .mezo import check_forward_only
+from .zo2 import check_amp, prepared, said_of_blocks, traced_as
+from .zo_blocks import BlockWalk
+from .zo_settings import ZoSettings
+
+if TYPE_CHECKING:
+    from ..request import Request
+
+__all__ = ["DistZo2", "check", "make", "prepared", "said", "traced_as"]
+
+_SCALAR_BYTES = 4  # an fp32 loss
+
+
+class DistZo2(Strategy):
+    """What every rank does: their events are equal."""
+
+    name = "distzo2"
+
+    def __init__(self, pieces: Sequence[Piece], settings: ZoSettings) -> None:
+        """`pieces`: the trace of one group's batch, cut by `cut_blocks`."""
+        ways = settings.gpus if settings.zo_slice else 1
+        self._gpus = settings.gpus
+        self._walk = BlockWalk(pieces, settings, lanes=2 // settings.zo_pert, ways=ways)
+        self._sim: Simulation | None = None
+        self._steps = 0
+
+    def trains(self, trace: StepTrace) -> bool:
+        return True
+
+    def at_init(self, sim: Simulation) -> None:
+        self._sim = sim
+        self._walk.load(sim)
+
+    def schedule(self, trace: StepTrace, micro_batch: int) -> Iterator[Run]:
+        assert self._sim is not None
+        yield from self._walk.run(self._sim, micro_batch, with_update=self._steps > 0)
+
+    def step(self, sim: Simulation) -> None:
+        if self._gpus > 1:
+            sim.enqueue("all_reduce", _SCALAR_BYTES)
+        self._steps += 1
+
+    def grad_ready(self, sim: Simulation, param: TensorSlot, block: Block | None) -> None:
+        raise AssertionError("a zeroth-order step has no gradient")
+
+    def hints(self) -> list[str]:
+        return self._walk.hints(self._sim) if self._sim is not None else []
+
+
+def check(request: Request) -> None:
+    """Raises UserError or CannotTell for a request that DistZO2 cannot be asked."""
+    check_forward_only(request)
+    settings = request.zo or ZoSettings()
+    check_amp(request)
+    if request.gpus < 2:
+        raise UserError(f"--method distzo2: expected several GPUs, got {request.gpus}", "Use --gpus N, or --method zo2")
+    if settings.gpus != request.gpus:
+        fitting = request.gpus // settings.zo_pert if request.gpus % settings.zo_pert == 0 else 0
+        raise UserError(
+            f"--zo-pert {settings.zo_pert} x --zo-data {settings.zo_data}: {settings.gpus} GPUs, and --gpus is {request.gpus}",
+            f"Use --zo-data {fitting}" if fitting else "An odd number of GPUs has no pairs: use --zo-pert 1",
+        )
+    if settings.zo_slice:
+        _check_slicing(request, settings)
+
+
+def _check_slicing(request: Request, settings: ZoSettings) -> None:
+    link = request.device.nvlink
+    if link is None or (link.pairs_only and request.gpus > 2):
+        missing = "no NVLink" if link is None else "NVLink between pairs of cards only"
+        raise UserError(
+            f"--zo-slice on {request.device.name}: the cards exchange parts of a block over NVLink, and there is {missing}",
+            "Leave --zo-slice out: over PCIe the exchange costs what the smaller uploads save",
+        )
+    if request.nodes > 1:
+        raise CannotTell("--zo-slice over several nodes is not modelled. Use one node, or leave it out")
+    if settings.bucket:
+        raise CannotTell("--zo-slice with --zo-bucket is not modelled: a block is sliced tensor by tensor. Leave one out")
+
+
+def make(request: Request, trace: StepTrace) -> DistZo2:
+    """`trace` is the one that will be walked, after `prepared`."""
+    return DistZo2(cut_blocks(trace), request.zo or ZoSettings())
+
+
+def said(request: Request) -> list[str]:
+    settings = request.zo or ZoSettings()
+    found = [
+        "DistZO2 as its abstract and notes describe it, since its code is not public: blocks visit the GPU as in ZO2, updates "
+        "run one step behind"
+    ]
+    if settings.zo_pert > 1:
+        found.append("each GPU of a pair runs one of the two perturbed forwards, on the same batch")
+    if settings.zo_data > 1:
+        found.append(f"{settings.zo_data} groups with a micro batch each; rank r has the sign r % {settings.zo_pert}")
+    if settings.zo_slice:
+        found.append(f"each GPU holds and uploads 1/{settings.gpus} of every block's tensors and gathers the rest over NVLink")
+    elif settings.gpus > 1:
+        found.append("each GPU uploads every block by itself, from its own pinned copies")
+    return [*found, *said_of_blocks(settings)]
