@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import atexit
+import contextlib
+import gc
 import os
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 
 from . import __version__
 from .errors import CannotTell, UserError
@@ -34,10 +38,23 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; returns 0 fits / done, 1 does not fit / mismatch, 2 could not tell."""
+    """Runs one command; returns 0 fits / done, 1 does not fit / mismatch, 2 could not tell.
+
+    Without `argv` it is the program: it ends the process with that code.
+    """
+    with _rare_collections():
+        code = _run(argv)
+    if argv is None:
+        _end(code)
+    return code
+
+
+def _run(argv: Sequence[str] | None) -> int:
     args = build_parser().parse_args(argv)
     try:
-        return int(args.run(args))
+        code = int(args.run(args))
+        print(end="", flush=True)
+        return code
     except (UserError, CannotTell) as error:
         if args.debug:
             raise
@@ -49,6 +66,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("memplan: interrupted", file=sys.stderr)
         return 130
+
+
+@contextlib.contextmanager
+def _rare_collections() -> Iterator[None]:
+    """Torch and transformers are a million objects that stay: looking through them for cycles is a tenth of a first answer."""
+    before = gc.get_threshold()
+    gc.set_threshold(100_000, 20, 100)  # instead of 700, 10, 10
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+
+
+def _end(code: int) -> None:
+    """Ends the process without taking torch apart, which costs as much as a cached answer; returns where somebody watches."""
+    watched = sys.gettrace() or sys.getprofile() or sys.flags.inspect or threading.active_count() > 1
+    if watched:
+        return
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":

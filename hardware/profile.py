@@ -19,7 +19,7 @@ TotalStatus = Literal["measured", "datasheet", "unverified", "given"]  # given: 
 class Record(BaseModel):
     """Base of every data record: immutable, and a misspelt field is an error."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)  # a question needs few of these classes
 
 
 class Pcie(Record):

@@ -85,6 +85,9 @@ def num_params(module: nn.Module) -> int:
 
 def make_config(spec: ModelSpec) -> Any:
     """transformers' config object of `spec`; UserError where the family refuses a value."""
+    from .late import import_transformers
+
+    import_transformers()
     from transformers import AutoConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 

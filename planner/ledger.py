@@ -124,7 +124,7 @@ class Ledger:
 
     @cached_property
     def _rows_of_tier(self) -> dict[int, np.ndarray]:
-        return {int(t): np.flatnonzero(self.tier == t) for t in np.unique(self.tier)}
+        return {int(t): np.flatnonzero(self.tier == t) for t in np.flatnonzero(np.bincount(self.tier))}
 
     def rows(self, tier: Tier = Tier.GPU) -> np.ndarray:
         """Indices of the rows of one tier, in order."""

@@ -95,6 +95,18 @@ class FakeResults:
         return FakeTensor(self._mode, meta, device)
 
 
+def fake_of(mode: FakeTensorMode, real: torch.Tensor) -> torch.Tensor:
+    """`mode.from_tensor(real)` for a tensor that shares its storage with no other; a plain one goes without torch._dynamo."""
+    if type(real) is not torch.Tensor or real.layout is not torch.strided or real.requires_grad or real._is_view():
+        return mode.from_tensor(real)
+    shape, stride, nbytes = tuple(real.shape), real.stride(), real.untyped_storage().nbytes()
+    if real.is_quantized or real.is_conj() or real.is_neg() or nbytes != _dense_bytes(shape, stride, real.itemsize):
+        return mode.from_tensor(real)
+    with _WITHOUT_DISPATCH():
+        meta = torch.empty_strided(shape, stride, dtype=real.dtype, device="meta")
+    return FakeTensor(mode, meta, real.device)
+
+
 def _fake_grouped_mm(args: Any, kwargs: Any) -> torch.Tensor:
     """The output of `_grouped_mm`, whose meta function takes bf16 only although the kernels take fp32 and fp16 too.
 

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch.utils._mode_utils import no_dispatch
 
+from .fakes import fake_of
+
 aten = torch.ops.aten
 _MAX_NUMEL = 1 << 22  # elements; larger tensors lose their values: the host reads ids and short masks, not masks of S x S
 _HOST_READS = {aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default}
@@ -120,7 +122,7 @@ def _real_arguments(args: Any) -> list[Any] | None:
 
 def _faked(mode: Any, result: Any) -> Any:
     if isinstance(result, torch.Tensor):
-        fake = mode.from_tensor(result)
+        fake = fake_of(mode, result)
         Shadows.give(fake, result)
         return fake
     return tuple(_faked(mode, r) for r in result)

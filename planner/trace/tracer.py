@@ -6,6 +6,7 @@ import contextlib
 import gc
 import logging
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -21,8 +22,10 @@ from torch._subclasses.fake_tensor import (
 from ...errors import CannotTell, UserError
 from ...models import BuiltModel, ModelSpec
 from ...models.builder import casts_in_place
+from ...models.late import delay, is_loaded
 from .. import cache
 from . import cuda
+from .fakes import fake_of
 from .options import AUTOCAST_DTYPE, PARAM_DTYPE, TraceOptions
 from .prepare import ready
 from .recorder import Recorder
@@ -52,6 +55,9 @@ def stacks_of(spec: ModelSpec, options: TraceOptions) -> list[Stack]:
     return FakeModel(spec, options).stacks()
 
 
+_COMPILER = "torch._dynamo"
+
+
 class FakeModel:
     """A model on the fake device, ready for its step: built once, recorded at as many sizes as are asked for."""
 
@@ -61,6 +67,7 @@ class FakeModel:
             raise UserError(f"precision {options.precision!r} cannot be traced", f"Known: {', '.join(PARAM_DTYPE)}")
         self.spec = spec
         self.options = options
+        delay()
         self._fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         with _quiet(), self._fake_mode:
             self._built = ready(spec, options)
@@ -77,6 +84,15 @@ class FakeModel:
 
     def record(self, batch_size: int, seq_len: int, *, with_graph: bool = True) -> StepTrace:
         options = replace(self.options, batch_size=batch_size, seq_len=seq_len)
+        had_compiler = is_loaded(_COMPILER)
+        trace = self._record(options, with_graph)
+        if is_loaded(_COMPILER) and not had_compiler:
+            # A step that makes a constant loads it, and the import keeps the frames that are open, with all that they hold:
+            # this trace misses deaths, the next one does not.
+            trace = self._record(options, with_graph)
+        return trace
+
+    def _record(self, options: TraceOptions, with_graph: bool) -> StepTrace:
         with (
             _quiet(),
             _no_garbage_collection(),
@@ -139,13 +155,19 @@ def _record(
 def _batch(built: BuiltModel, options: TraceOptions, fake_mode: FakeTensorMode) -> dict[str, Any]:
     """The batch as fake tensors that remember small integer values."""
     real = built.make_batch(options.batch_size, options.seq_len, target_len=options.target_len, image_size=options.image_size)
-    return {k: _fake_input(v, fake_mode) for k, v in real.items()}
+    tensors = {id(v): v for v in real.values() if isinstance(v, torch.Tensor)}  # one that is given twice is one
+    owners = Counter(_storage_key(v) for v in tensors.values())
+    fakes = {key: _fake_input(v, fake_mode, alone=owners[_storage_key(v)] == 1) for key, v in tensors.items()}
+    return {name: fakes.get(id(v), v) for name, v in real.items()}
 
 
-def _fake_input(value: Any, fake_mode: FakeTensorMode) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return value
-    fake = fake_mode.from_tensor(value)
+def _storage_key(tensor: torch.Tensor) -> int:
+    """Equal for tensors that share a storage; a layout without storages (sparse) shares none."""
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
+
+
+def _fake_input(value: torch.Tensor, fake_mode: FakeTensorMode, *, alone: bool) -> torch.Tensor:
+    fake = fake_of(fake_mode, value) if alone else fake_mode.from_tensor(value)
     if not value.is_floating_point():
         Shadows.give(fake, value)
     return fake
