@@ -174,7 +174,7 @@ def predicted_events(
 
     `cold`: the recording began before all that, so that it is part of what is compared, the first step included.
     """
-    from .optimizers.traced import traced_rule
+    from .optimizers.traced import impl_in, traced_rule
     from .simulate import simulate
     from .strategies import make_strategy
 
@@ -182,7 +182,8 @@ def predicted_events(
     request = request.but(iterations=2 if step == "later" else 1)
     trace = traces.step(request)
     kernels = Kernels.for_device(request.device, torch_version or trace.versions["torch"])
-    optimizer = traced_rule(request.optimizer, request.optimizer_impl) if request.mode == "train" else None
+    impl = impl_in(request.optimizer, request.optimizer_impl, kernels.torch_version)
+    optimizer = traced_rule(request.optimizer, impl) if request.mode == "train" else None
     ledger, _ = simulate(trace, make_strategy(request, trace), optimizer=optimizer, loop=request.loop, kernels=kernels)
     return _events(ledger, whole=cold, with_workspaces=cold or step == "first")
 

@@ -29,6 +29,7 @@ def add_commands(commands: Any) -> None:
     )
     parser.add_argument("--processes", type=int, metavar="N", help="rows that are predicted at once (default: one a core)")
     parser.add_argument("--write", metavar="PAGE.md", help="write the result as a page, as docs/accuracy.md is")
+    parser.add_argument("--time", metavar="FILE.jsonl", help="score predicted speeds against published ones, and nothing else")
     parser.add_argument("--json", action="store_true", help="print JSON; sizes in bytes")
     parser.set_defaults(run=run_accuracy)
 
@@ -40,6 +41,8 @@ def run_accuracy(args: argparse.Namespace) -> int:
     from .accuracy_summary import summarise
     from .accuracy_where import select
 
+    if args.time is not None:
+        return _score_speeds(Path(args.time), as_json=args.json)
     if args.processes is not None and args.processes < 1:
         raise UserError(f"--processes {args.processes}: must be 1 or more", "Leave it out for one a core")
     file = Path(args.file) if args.file else Path(__file__).with_name("published") / "rows.jsonl"
@@ -65,6 +68,22 @@ def run_accuracy(args: argparse.Namespace) -> int:
         from .accuracy_report import as_text
 
         print(as_text(scored, summaries))
+    return 0
+
+
+def _score_speeds(file: Path, *, as_json: bool) -> int:
+    """Prints how close predicted tokens per second come, by source and GPU."""
+    from ..planner.timeline.fit import accuracy
+
+    report = accuracy(file)
+    if not report.groups:
+        raise UserError(f"{file}: no row can be asked", "The rows' fields are those of planner/timeline/published.py")
+    if as_json:
+        import json
+
+        print(json.dumps(report.to_json(), indent=2))
+    else:
+        print(report)
     return 0
 
 

@@ -22,6 +22,7 @@ _NARROW_LOSS = frozenset({"gpt_bigcode", "gpt2", "opt", "bloom", "gpt_neox", "gp
 # modeling_gpt_bigcode.py: no such guard): the module whose output the cache views.
 _CACHE_DESPITE_CHECKPOINTS = {"gpt_bigcode": "c_attn"}
 _SOFTMAX_KEEPS_OUTPUT_ONLY = (1, 11)  # before, softmax kept its input too (pytorch/pytorch pull request 65242)
+_NO_SLICE_OF_A_COLON = (2, 9)  # before, `w[ids, :]` was a slice too (see `published.cs336.Embedding`)
 _SHARED_LOSS = (4, 46)  # ForCausalLMLoss appears in transformers/loss/loss_utils.py
 _UNSHIFTED_LOGITS = (4, 50)  # from here on the labels are shifted, not the logits
 
@@ -32,10 +33,10 @@ def profile_of(row: Row) -> Profile:
 
 
 def version_of(row: Row, library: str) -> tuple[int, int] | None:
-    """(major, minor) of `library` in the run; None where nobody says."""
-    found = re.search(rf"\b{library}\s+(\d+)\.(\d+)", row.software)
+    """(major, minor) of `library` in the run; None where nobody says.  A nightly build counts as the version before its own."""
+    found = re.search(rf"\b{library}\s+(\d+)\.(\d+)(\.\d+\.?dev)?", row.software)
     if found:
-        return int(found[1]), int(found[2])
+        return int(found[1]), int(found[2]) - bool(found[3])
     profile = profile_of(row)
     return profile.transformers if library == "transformers" else profile.torch
 
@@ -44,6 +45,8 @@ def spec_of(row: Row) -> ModelSpec:
     """The model, built as the run built it: its config, and the loss and the recompute that belong to its class."""
     if row.model.truncated_layers is not None and "num_hidden_layers" not in row.model.config:
         raise CannotTell("the source cut the model to fewer layers, in a family whose config counts them otherwise")
+    if profile_of(row).variant == "torchtitan_llama":
+        return _torchtitan(row)
     if row.workload.task == "loss-head-only":
         return _loss_head(row)
     if row.model.family == "custom":
@@ -82,16 +85,32 @@ def _custom(row: Row) -> ModelSpec:
     if kind != "cs336":
         raise CannotTell(f"the project has no class {kind!r}")
     config = _without(row.model.config, "custom_class", "tie_word_embeddings", "num_key_value_heads", "head_dim")
-    module = profile_of(row).variant or "cs336"
+    profile = profile_of(row)
+    module = profile.variant or "cs336"
     if module == "cs336":
         if row.workload.loss_fn == "cross-entropy-last-token":
             raise CannotTell("loss on the last token only is not part of this class")
-        config["loss"] = "mean" if row.workload.loss_fn == "mean-of-logits" else "cross-entropy"
+        config["loss"] = "cross-entropy"
         config["blocks_per_checkpoint"] = _blocks_per_checkpoint(row)
         config.setdefault("max_position_embeddings", row.workload.seq_len)
+        torch = version_of(row, "torch")
+        config["full_slices"] = torch is not None and torch < _NO_SLICE_OF_A_COLON
     else:
         config.pop("max_position_embeddings", None)
+    config |= profile.build
+    if row.workload.phase in ("forward", "inference"):
+        config |= profile.forward_only
+    if row.workload.loss_fn == "mean-of-logits":
+        config["loss"] = "mean"
     return _factory(row, module, config)
+
+
+def _torchtitan(row: Row) -> ModelSpec:
+    recompute = row.strategy.recompute or "none"
+    if row.model.family != "llama" or recompute not in ("none", "full", "selective-op"):
+        raise CannotTell(f"torchtitan's {row.model.family} with recompute {recompute} is not modelled")
+    config = _without(row.model.config, "tie_word_embeddings", "max_position_embeddings")
+    return _factory(row, "torchtitan_llama", {**config, "seq_len": row.workload.seq_len, "recompute": recompute})
 
 
 def _blocks_per_checkpoint(row: Row) -> int:
@@ -134,6 +153,9 @@ def attention_of(row: Row) -> str:
 def _loss_variant(row: Row) -> dict[str, str]:
     """How `published.language_models` makes the run's loss; empty: as the installed transformers does."""
     loss, task = row.strategy.loss, row.workload.task
+    stated = profile_of(row).logits
+    if stated is not None and loss == "standard" and task == "causal-lm":
+        return {"logits": stated, "kernel": "plain"}
     if row.workload.loss_fn not in ("cross-entropy", "task"):
         raise CannotTell(f"loss {row.workload.loss_fn} is not modelled for this family")
     if loss in ("chunked", "other-fused"):

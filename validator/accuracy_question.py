@@ -18,9 +18,12 @@ from .accuracy_rows import Row
 if TYPE_CHECKING:
     from ..hardware.profile import Device
     from ..planner.request import Request
+    from ..planner.strategies.fsdp_settings import FsdpSettings
 
 _ANY_GPU = "a100-sxm-80gb"
-_PARALLEL_WORDS = {"zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3", "naive-pp": "pipeline parallelism"}
+_PARALLEL_WORDS = {"naive-pp": "pipeline parallelism", "fsdp-own": "the author's own FSDP"}
+_SPLITS = ("tp", "pp", "cp", "ep")  # what divides a model otherwise than by data
+_DTYPE = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _PRECISION = {
     ("fp32", "none"): "fp32",
     ("bf16", "none"): "bf16",
@@ -31,6 +34,7 @@ _PRECISION = {
     ("bf16", "bf16"): "bf16",
     ("fp16", "fp16"): "fp16",
 }
+_RECOMPUTES = frozenset({"blocks_per_checkpoint", "recompute"})  # arguments of factories that recompute by themselves
 _MODE = {"train": "train", "forward-backward": "train", "forward": "forward", "inference": "inference"}
 # Steps without a state or a temporary: what a loop without an optimizer costs.
 _NO_OPTIMIZER = ("sgd", "for-loop")
@@ -49,17 +53,20 @@ def question_of(row: Row) -> Question:
     """Raises CannotTell for a row that cannot be expressed."""
     from ..planner.loop import LoopFacts
     from ..planner.request import Request
+    from ..planner.strategies import SINGLE
+    from ..planner.strategies.deepspeed_settings import DeepSpeedSettings
 
     _refuse_what_is_not_modelled(row)
     profile = profile_of(row)
     device = _device(row)
     optimizer, impl = _optimizer(row)
     spec = spec_of(row)
-    loop: dict[str, Any] = {"grad_accum_steps": row.workload.grad_accum, **profile.loop}
+    several = profile.loop_of_several if row.strategy.parallel.kind != SINGLE else None
+    loop: dict[str, Any] = {"grad_accum_steps": row.workload.grad_accum, **(profile.loop if several is None else several)}
     torch = version_of(row, "torch")
     if torch is not None and torch < (2, 0):
         loop.setdefault("set_to_none", False)  # the default of zero_grad before torch 2.0
-    own_recompute = spec.factory is not None and "blocks_per_checkpoint" in spec.factory.kwargs
+    own_recompute = spec.factory is not None and not _RECOMPUTES.isdisjoint(spec.factory.kwargs)
     request = Request(
         model=spec,
         device=device,
@@ -68,6 +75,11 @@ def question_of(row: Row) -> Question:
         target_len=row.workload.target_len,
         image_size=row.workload.image_size,
         precision=_precision(row),
+        strategy=_strategy(row),
+        gpus=row.hardware.num_gpus if _strategy(row) != SINGLE else 1,
+        offload=_offload(row),
+        fsdp=_fsdp(row),
+        deepspeed=DeepSpeedSettings(**profile.deepspeed) if profile.deepspeed else None,
         optimizer=optimizer,
         optimizer_impl=impl,
         recompute="none" if own_recompute else row.strategy.recompute or "none",
@@ -75,6 +87,7 @@ def question_of(row: Row) -> Question:
         attention=attention_of(row),
         mode=_MODE[row.workload.phase],
         compiled=row.strategy.compile,
+        alloc_conf=profile.alloc_conf,
         loop=LoopFacts(**loop),
     )
     try:
@@ -86,13 +99,10 @@ def question_of(row: Row) -> Question:
 
 def _refuse_what_is_not_modelled(row: Row) -> None:
     strategy = row.strategy
-    if strategy.parallel.kind != "single":
-        kind = strategy.parallel.kind
-        raise CannotTell(f"{_PARALLEL_WORDS.get(kind, kind.upper())} on {row.hardware.num_gpus} GPUs is not modelled yet")
     if strategy.method not in ("full", "none"):
         raise CannotTell(f"method {strategy.method} is not modelled yet")
-    if strategy.offload.any:
-        raise CannotTell("offload is not modelled yet")
+    if strategy.offload.any and (strategy.parallel.kind == "single" or strategy.offload.activation == "cpu"):
+        raise CannotTell("offload of activations, and of anything on one GPU, is not modelled yet")
     if strategy.precision.low_precision_linears != "none":
         raise CannotTell(f"{strategy.precision.low_precision_linears} linears are not modelled")
     if strategy.optimizer.in_backward:
@@ -103,6 +113,61 @@ def _refuse_what_is_not_modelled(row: Row) -> None:
         raise CannotTell("reserved memory less what was reserved after loading is not predicted: loading is not modelled")
     if row.measured.scope != "per-gpu":
         raise CannotTell(f"the figure is {row.measured.scope.replace('-', ' ')}")
+
+
+def _strategy(row: Row) -> str:
+    """The planner's word for it; a source that wrote its own may hold what another strategy holds (`Profile.own`)."""
+    from ..planner.request import STRATEGIES
+
+    parallel = row.strategy.parallel
+    own = profile_of(row).own
+    if row.model.family == "custom" and row.model.config.get("custom_class") == "cs336":
+        own = {"ddp": "", "zero1": "", **own}  # the course has its students write these themselves
+    strategy = own.get(parallel.kind, parallel.kind)
+    if not strategy:
+        raise CannotTell(f"{_word(parallel.kind)} of the source's own making is not modelled")
+    if strategy not in STRATEGIES:
+        raise CannotTell(f"{_word(strategy)} is not modelled yet")
+    for split in _SPLITS:
+        if getattr(parallel, split) > 1:
+            raise CannotTell(f"{split.upper()} is not modelled yet")
+    return strategy
+
+
+def _word(kind: str) -> str:
+    return _PARALLEL_WORDS.get(kind, kind.upper().replace("ZERO", "ZeRO-"))
+
+
+def _offload(row: Row) -> tuple[str, ...]:
+    offload = row.strategy.offload
+    places = (("optimizer", offload.optimizer), ("param", offload.param))
+    return tuple(part if where == "cpu" else f"{part}:{where}" for part, where in places if where not in (None, "none"))
+
+
+def _fsdp(row: Row) -> FsdpSettings | None:
+    """FSDP as the source's launcher sets it up, with what the row says of it."""
+    from ..planner.strategies.fsdp_settings import FsdpSettings
+
+    parallel, kind = row.strategy.parallel, _strategy(row)
+    if kind not in ("fsdp1", "fsdp2"):
+        return None
+    said: dict[str, Any] = {}
+    if parallel.reshard_after_forward is not None:
+        if kind == "fsdp1":
+            said["sharding_strategy"] = "FULL_SHARD" if parallel.reshard_after_forward else "SHARD_GRAD_OP"
+        elif parallel.reshard_after_forward is False:
+            said["reshard_after_forward"] = False
+    if _is_mixed(row):
+        said["param_dtype"] = _DTYPE[str(parallel.mixed_precision_param_dtype)]
+        said["stored_dtype"] = _DTYPE[str(row.strategy.precision.param_dtype)]
+    profile = {k: v for k, v in profile_of(row).fsdp.items() if _is_mixed(row) or not k.endswith("_dtype")}
+    return FsdpSettings(version=1 if kind == "fsdp1" else 2, **{**profile, **said})
+
+
+def _is_mixed(row: Row) -> bool:
+    """Whether parameters are computed with in a narrower type than they are stored in."""
+    narrow = row.strategy.parallel.mixed_precision_param_dtype
+    return narrow in ("bf16", "fp16") and narrow != row.strategy.precision.param_dtype
 
 
 def _device(row: Row) -> Device:
@@ -130,6 +195,10 @@ def _precision(row: Row) -> str:
     p = row.strategy.precision
     if p.param_dtype is None:
         raise CannotTell("the dtype of the parameters is not known")
+    if _is_mixed(row):  # what autocast would cast is narrow already, and the ops that it widens widen themselves
+        return f"{row.strategy.parallel.mixed_precision_param_dtype}-mixed"
+    if _strategy(row).startswith("zero") and p.param_dtype != "fp32" and p.master_weights == "fp32":
+        return f"{p.param_dtype}-mixed"
     if p.master_weights in ("fp32", "bf16") and p.master_weights != p.param_dtype:
         raise CannotTell(f"{p.param_dtype} parameters with {p.master_weights} master weights are not modelled yet")
     found = _PRECISION.get((p.param_dtype, p.autocast))
@@ -145,18 +214,20 @@ def _optimizer(row: Row) -> tuple[str, str]:
     if o.name == "none" or row.workload.phase != "train":
         return _NO_OPTIMIZER
     name = "sgd-momentum" if o.name == "sgd" and o.momentum else o.name
-    from ..planner.optimizers.traced import names
+    from ..planner.optimizers.traced import impl_in, names
 
     if name not in names():
         raise CannotTell(f"optimizer {o.name} is not modelled yet")
     impl = {"unknown": "default", "n/a": "default", "apex-fused": "fused"}.get(o.impl, o.impl)
+    if impl == "foreach" and any("torch default" in said for said in row.assumed):
+        impl = "default"  # nobody read it: what torch takes depends on its version
     if impl not in ("default", "foreach", "fused", "for-loop"):
         raise CannotTell(f"optimizer {o.name} of {o.impl} is not modelled yet")
     if o.state_dtype is not None and o.state_dtype != row.strategy.precision.param_dtype:
         raise CannotTell(
             f"{o.state_dtype} optimizer state of {row.strategy.precision.param_dtype} parameters is not modelled yet"
         )
-    return name, impl
+    return name, impl_in(name, impl, version_of(row, "torch"))
 
 
 def _reentrant(row: Row) -> bool:

@@ -14,11 +14,17 @@ import zlib
 from collections.abc import Sequence
 from typing import Any
 
-from ...errors import UserError, did_you_mean
+from ...errors import CannotTell, UserError, did_you_mean
+from ...models.late import delay
 from .. import cache
 from .rule import OptimizerRule, OptimizerTensor, StepEvent, StepEvents, StepKind
 
-IMPLS = ("default", "foreach", "fused", "for-loop")
+IMPLS = ("default", "foreach", "fused", "for-loop", "foreach-2.0")
+# What torch before 2.1 did otherwise, which only published runs ask for.  `foreach-2.0`: the Adams' denominators were a second
+# list beside the square roots that they are made of (pytorch/pytorch pull requests 104780 and 104898, July 2023).  Before 2.0
+# foreach was no default (torch/optim/optimizer.py, `_default_to_fused_or_foreach`, is of 2.0).
+_SECOND_LIST = ("adam", "adamw", "adamw-amsgrad")
+_NO_LIST = ("sgd",)  # one `_foreach_add_` of the gradients, then as now
 # name -> (class, arguments, default implementation on CUDA).  torch/optim/*.py: foreach wherever it exists, except Adafactor
 # (`foreach=None` picks the single-tensor loop, torch/optim/_adafactor.py).
 _OPTIMIZERS: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -57,9 +63,27 @@ def traced_rule(name: str, impl: str = "default", *, target: str = "cuda") -> Tr
         raise UserError(f"--optimizer-impl {impl}: not known", f"Choose one of {', '.join(IMPLS)}")
     if impl == "fused" and name not in _FUSED:
         raise UserError(f"--optimizer-impl fused: torch has no fused {name}", "Use foreach or for-loop")
+    if impl == "foreach-2.0" and name not in _SECOND_LIST:
+        raise UserError(f"--optimizer-impl foreach-2.0: not known of {name}", "Use foreach or for-loop")
     if impl == "default":
         impl = _OPTIMIZERS[name][2] if target == "cuda" else "for-loop"
     return TracedRule(name, impl, target)
+
+
+def impl_in(name: str, impl: str, torch_version: tuple[int, int] | None) -> str:
+    """The implementation that torch of that version (None: today's) runs on CUDA where `impl` is asked for.
+
+    Raises CannotTell for the foreach steps before 2.1 whose lists are not known.
+    """
+    if torch_version is None or torch_version >= (2, 1) or impl not in ("default", "foreach"):
+        return impl
+    if impl == "default":
+        impl = _OPTIMIZERS[name][2] if torch_version >= (2, 0) else "for-loop"
+    if impl != "foreach" or name in _NO_LIST:
+        return impl
+    if name not in _SECOND_LIST:
+        raise CannotTell(f"the foreach step of {name} in torch {torch_version[0]}.{torch_version[1]} is not modelled")
+    return "foreach-2.0"
 
 
 class TracedRule(OptimizerRule):
@@ -108,6 +132,7 @@ def _trace(name: str, impl: str, target: str, tensors: tuple[OptimizerTensor, ..
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    delay()
     # meta tensors are the fastest that have no data; torch lets the fused kernels run on named devices only: fake CPU tensors
     device = "cpu" if impl == "fused" or target == "cpu" else "meta"
     fake = FakeTensorMode() if device == "cpu" else contextlib.nullcontext()
@@ -118,7 +143,7 @@ def _trace(name: str, impl: str, target: str, tensors: tuple[OptimizerTensor, ..
         groups: dict[int, list[Any]] = {}
         for tensor, param in zip(tensors, params, strict=True):
             groups.setdefault(tensor.group, []).append(param)
-        optimizer = make_optimizer(name, impl, [{"params": g} for g in groups.values()])
+        optimizer = make_optimizer(name, impl.removesuffix("-2.0"), [{"params": g} for g in groups.values()])
         for param in params:
             param.grad = torch.empty_like(param)
         index = {id(p): i for i, p in enumerate(params)}
@@ -135,8 +160,14 @@ def _trace(name: str, impl: str, target: str, tensors: tuple[OptimizerTensor, ..
 
 
 def make_optimizer(name: str, impl: str, params: Sequence[Any]) -> Any:
-    """The torch.optim object called `name` over parameters or groups; impl "default" leaves the choice to torch."""
+    """The torch.optim object called `name` over parameters or groups; impl "default" leaves the choice to torch.
+
+    Raises UserError for an implementation that the installed torch does not have.
+    """
     import torch
+
+    if impl == "foreach-2.0":
+        raise UserError("--optimizer-impl foreach-2.0: no installed torch runs it", "Use foreach, which is today's")
 
     class_name, arguments, _ = _OPTIMIZERS[name]
     how = {"default": {}, "fused": {"fused": True}}.get(impl, {"foreach": impl == "foreach"})
@@ -147,22 +178,35 @@ def _record_step(optimizer: Any, params: list[Any], target: str, impl: str, *, v
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
+    from ..trace.meta_results import MetaResults
+
     events: list[list[Any]] = []  # [kind, slot, nbytes, tensor]
     live: dict[int, Any] = {}
     known = {id(t.untyped_storage()) for t in _state_tensors(optimizer)}
     owner = {p.untyped_storage()._cdata: i for i, p in enumerate(params)}
     slots = iter(range(1 << 30))
+    results = MetaResults()
 
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if func is torch.ops.aten._local_scalar_dense.default:  # step counts and the like
                 return value
-            out = func(*args, **(kwargs or {}))
+            out = results.run(func, args, kwargs or {})
             tensor = _owner(args, owner)
+            if impl == "foreach-2.0" and func is torch.ops.aten._foreach_add_.Scalar:
+                self.copy(args[0])
             for result in out if isinstance(out, (list, tuple)) else (out,):
                 if hasattr(result, "untyped_storage"):
                     self.see(result, tensor)
             return out
+
+        def copy(self, changed: list[Any]) -> None:
+            """Lists that live as long as those that are changed in place today."""
+            for old in changed:
+                if not _on_host(old, target, impl):
+                    new = [torch.empty_like(old)]
+                    self.see(new[0], -1)
+                    weakref.finalize(old.untyped_storage(), new.clear)
 
         def see(self, tensor: Any, owning: int) -> None:
             storage = tensor.untyped_storage()

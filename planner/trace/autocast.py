@@ -15,6 +15,8 @@ from typing import Any
 import torch
 
 _KEY = torch._C.DispatchKey.AutocastCPU
+# The running torch, as for the ops whose casts go through torch's own cache: see `_WeightCache`.
+_SINCE_2_11 = tuple(int(n) for n in torch.__version__.split(".")[:2]) >= (2, 11)
 _NARROW = (torch.float16, torch.bfloat16)
 
 # In CUDA's list and not in the CPU's.
@@ -65,7 +67,12 @@ def _overload(name: str) -> Any:
 def _casting(op: Any, cast: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(_KEY)):
-            return op(*_map(args, cast), **{k: _map(v, cast) for k, v in kwargs.items()})
+            narrow = _map(args, cast)
+            out = op(*narrow, **{k: _map(v, cast) for k, v in kwargs.items()})
+        for operands in narrow:
+            if isinstance(operands, list):  # a std::vector of casts dies from its first to its last, a list from its last
+                operands.reverse()
+        return out
 
     return kernel
 
@@ -100,7 +107,9 @@ def _leave_alone(x: torch.Tensor) -> torch.Tensor:
 class _WeightCache:
     """autocast's cache of cast weights, for the ops that torch's own cache does not see here (einsum and the like).
 
-    A leaf fp32 parameter is cast once until the outermost autocast region ends (autocast_mode.cpp, `cached_cast`).
+    A leaf fp32 parameter is cast once until the outermost autocast region ends (autocast_mode.cpp, `cached_cast`), also under
+    no_grad.  Since torch 2.11 (pytorch/pytorch pull request 165068) that cast has a gradient wherever it was made, and nothing
+    is kept under inference_mode: there each use is a cast of its own that dies with the op.
     """
 
     def __init__(self) -> None:
@@ -112,10 +121,12 @@ class _WeightCache:
         target = torch.get_autocast_dtype("cpu")
         if x.dtype is target:
             return x
-        if not (x.dtype is torch.float32 and x.is_leaf and x.requires_grad and not x._is_view()):
+        weight = x.dtype is torch.float32 and x.is_leaf and x.requires_grad and not x._is_view()
+        if not weight or (_SINCE_2_11 and torch.is_inference_mode_enabled()):
             return x.to(target)
         if id(x) not in self._cast:
-            self._cast[id(x)] = x.to(target)
+            with torch.enable_grad() if _SINCE_2_11 else contextlib.nullcontext():
+                self._cast[id(x)] = x.to(target)
         return self._cast[id(x)]
 
     @contextlib.contextmanager

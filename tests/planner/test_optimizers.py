@@ -10,10 +10,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from memplan.errors import UserError
+from memplan.errors import CannotTell, UserError
 from memplan.planner import cache
 from memplan.planner.optimizers.rule import OptimizerTensor, StepEvent, StepEvents, StepKind
-from memplan.planner.optimizers.traced import _FUSED, _OPTIMIZERS, names, traced_rule
+from memplan.planner.optimizers.traced import _FUSED, _OPTIMIZERS, impl_in, make_optimizer, names, traced_rule
 
 SHARED = Path(memplan.__file__).resolve().parent.parent / "shared"
 ITEM = {"float32": 4, "bfloat16": 2}
@@ -229,3 +229,59 @@ def test_a_wrong_name_is_one_sentence(name, impl, message):
 def test_names_are_spelt_as_in_the_facts():
     text = json.dumps(json.loads((SHARED / "facts" / "optim.json").read_text())).lower()
     assert all(name.split("-")[0] in text for name in names())
+
+
+# -- torch's versions --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "impl", "version", "expected"),
+    [
+        ("adamw", "default", None, "default"),
+        ("adamw", "default", (2, 1), "default"),
+        ("adamw", "foreach", (2, 0), "foreach-2.0"),
+        ("adam", "default", (2, 0), "foreach-2.0"),
+        ("adam", "default", (1, 13), "for-loop"),  # foreach is a default since 2.0
+        ("adam", "foreach", (1, 13), "foreach-2.0"),
+        ("adamw", "fused", (2, 0), "fused"),
+        ("adagrad", "for-loop", (2, 0), "for-loop"),
+        ("adafactor", "default", (2, 0), "for-loop"),
+        ("sgd", "default", (2, 0), "foreach"),
+    ],
+)
+def test_an_older_torch_runs_the_implementation_that_it_had(name, impl, version, expected):
+    assert impl_in(name, impl, version) == expected
+
+
+def test_a_foreach_step_whose_lists_are_not_known_is_not_guessed():
+    with pytest.raises(CannotTell, match=r"the foreach step of adagrad in torch 2\.0 is not modelled"):
+        impl_in("adagrad", "default", (2, 0))
+
+
+def lists_of_adam_2_0(shapes) -> int:
+    """What Adam's foreach step held at its highest, in bytes: square roots, scaled in place, and denominators made of them."""
+    roots = denominators = sum(4 * torch.Size(shape).numel() for shape in shapes)
+    return roots + denominators
+
+
+@pytest.mark.parametrize("name", ["adam", "adamw", "adamw-amsgrad"])
+def test_before_2_1_the_adams_held_two_lists_at_once(name):
+    then, now = (traced_rule(name, impl).step(tensors(PLAIN)) for impl in ("foreach-2.0", "foreach"))
+
+    for events in (then.first, then.later):
+        assert StepEvents.transient_bytes(events) == lists_of_adam_2_0(PLAIN)
+    assert StepEvents.transient_bytes(now.later) == lists_of_adam_2_0(PLAIN) // 2
+    assert then.state_bytes == now.state_bytes
+
+
+def test_the_two_lists_of_one_group_are_gone_before_the_next_group_is_stepped():
+    groups = [OptimizerTensor((10,), "float32"), OptimizerTensor((30,), "float32", group=1)]
+
+    assert StepEvents.transient_bytes(traced_rule("adamw", "foreach-2.0").step(groups).later) == 2 * 30 * 4
+
+
+def test_an_implementation_of_the_past_is_predicted_only():
+    with pytest.raises(UserError, match="no installed torch runs it"):
+        make_optimizer("adamw", "foreach-2.0", [torch.nn.Parameter(torch.ones(1))])
+    with pytest.raises(UserError, match=r"foreach-2\.0: not known of sgd"):
+        traced_rule("sgd", "foreach-2.0")

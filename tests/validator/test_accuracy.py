@@ -199,6 +199,57 @@ def test_the_version_is_read_from_the_software_of_a_row():
     assert version_of(row(software="somebody's own"), "torch") is None
 
 
+def test_a_nightly_build_counts_as_the_version_before_its_own():
+    assert version_of(row(software="torch 2.1.0.dev20230623"), "torch") == (2, 0)
+    assert version_of(row(software="torch 2.1.0, transformers 4.31"), "torch") == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("software", "impl", "assumed", "expected"),
+    [
+        ("torch 2.1.0.dev", "foreach", [], "foreach-2.0"),
+        ("torch 2.0.1", "unknown", [], "foreach-2.0"),
+        ("torch 2.4.1", "foreach", [], "foreach"),
+        ("torch 1.13.1", "unknown", [], "for-loop"),
+        ("torch 1.13.1", "foreach", ["AdamW foreach (torch default)"], "for-loop"),
+        ("torch 1.13.1", "foreach", [], "foreach-2.0"),
+    ],
+)
+def test_an_optimizer_steps_as_the_rows_torch_did(software, impl, assumed, expected):
+    asked = question_of(row(software=software, strategy__optimizer__impl=impl, assumed=assumed)).request
+
+    assert asked.optimizer_impl == expected
+
+
+CS336 = {
+    "model__family": "custom",
+    "model__config": {"custom_class": "cs336", "vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 2},
+    "source__name": "cs336-wedsonlin",
+    "strategy__optimizer__impl": "for-loop",
+}
+
+
+@pytest.mark.parametrize(
+    ("phase", "loss_fn", "expected"),
+    [
+        ("train", "cross-entropy", {"loss": "by-hand"}),
+        ("train", "mean-of-logits", {"loss": "mean"}),
+        ("inference", "cross-entropy", {"loss": "none", "inference_mode": True}),
+    ],
+)
+def test_a_published_class_is_built_as_its_source_says(phase, loss_fn, expected):
+    kwargs = spec_of(row(**CS336, workload__phase=phase, workload__loss_fn=loss_fn)).factory.kwargs
+
+    assert kwargs["edition"] == 2026
+    assert {key: kwargs.get(key) for key in ("loss", "inference_mode") if key in kwargs} == expected
+
+
+def test_a_source_with_a_loss_of_its_own_is_not_given_that_of_its_transformers():
+    own = row(source__name="universal-llm-trainer", software="transformers 4.49, torch 2.5.1")
+
+    assert spec_of(own).factory.kwargs["logits"] == "shifted-narrow"
+
+
 @pytest.mark.parametrize(("version", "logits"), [("4.45.2", "shifted"), ("4.48.1", "shifted-by-function"), ("5.13.1", None)])
 def test_the_loss_is_that_of_the_version_that_ran(version, logits):
     spec = spec_of(row(software=f"transformers {version}"))

@@ -58,6 +58,9 @@ def test_the_collection_says_what_was_collected(rows):
         ("liger-fused_linear_cross_entropy-liger-BT4096", 0.01),
         ("liger-fused_linear_cross_entropy-huggingface-BT4096", 0.001),
         ("rasbt-vitl-03-bf16true", 0.02),  # torchvision_vit
+        ("rasbt-vitl-05-ga", 0.01),  # an optimizer of torch before 2.1: two lists beside the parameters
+        ("cs336-damek-infer-fp32-512", 0.001),  # cs336 of 2025, with the course's loss
+        ("cs336-damek-train-bf16-256", 0.003),  # one step of the optimizer ends the run
         ("hfdoc-bertlarge-bs4-fp32", 0.02),  # older_torch
         ("fms-a100_80gb-004", 0.01),  # language_models: shifted logits, a cache despite checkpoints
         ("fms-a100_80gb_granite-008", 0.02),  # language_models: a loss in place

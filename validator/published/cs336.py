@@ -1,13 +1,17 @@
 """The decoder of Stanford's CS336 assignments, written from its public description: what its published runs trained.
 
+The course hands out a new edition every spring.  In that of 2025 every block makes its positions and looks the rotary table up
+by them, twice, and joins the turned pairs by a stack; that of 2026 takes a slice of the table and joins by a cat, and its
+forward keeps the embedded tokens to its end.
 Pre-norm blocks with RMSNorm, rotary positions, causal attention with materialised fp32 scores, and SwiGLU; every linear map is
 an einsum without bias, the head is not tied.  Shapes: B batch, S tokens, H heads, D features of a head, M = H * D.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -70,11 +74,14 @@ class Rotary(nn.Module):
         angles = torch.outer(torch.arange(positions), theta**-powers)
         self.register_buffer("table", torch.stack((torch.cos(angles), torch.sin(angles))), persistent=False)
 
-    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor | None) -> Tensor:
+        """x: [B, H, S, D]; positions: [S], or None for the first S of them (the edition of 2026)."""
         first, second = x.unflatten(-1, (-1, 2)).movedim(-1, 0).unbind(0)
-        cos, sin = self.table[:, positions].unbind(0)
+        cos, sin = (self.table[:, : x.shape[-2]] if positions is None else self.table[:, positions]).unbind(0)
         turned_first = cos * first - sin * second
         turned_second = sin * first + cos * second
+        if positions is None:
+            return torch.cat((turned_first, turned_second), dim=-1)
         return torch.stack((turned_first, turned_second), dim=-1).flatten(-2)
 
 
@@ -93,19 +100,20 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tenso
 
 
 class Attention(nn.Module):
-    def __init__(self, features: int, heads: int) -> None:
+    def __init__(self, features: int, heads: int, edition: int) -> None:
         super().__init__()
         self.heads = heads
+        self.edition = edition
         self.q_proj = Linear(features, features)
         self.k_proj = Linear(features, features)
         self.v_proj = Linear(features, features)
         self.output_proj = Linear(features, features)
 
-    def forward(self, x: Tensor, rotary: Rotary, positions: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, rotary: Rotary, positions: Tensor | None = None) -> Tensor:  # frames drop arguments first
         length = x.shape[-2]
         query, key, value = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         query, key, value = (t.unflatten(-1, (self.heads, -1)).transpose(-3, -2) for t in (query, key, value))
-        positions = torch.arange(length, device=x.device)
+        positions = torch.arange(length, device=x.device) if self.edition < 2026 else None
         query = rotary(query, positions)
         key = rotary(key, positions)
         places = torch.arange(length, device=x.device)
@@ -113,6 +121,11 @@ class Attention(nn.Module):
         out = _attention(query, key, value, mask)
         out = out.transpose(-3, -2).flatten(-2).contiguous()
         return self.output_proj(out)
+
+
+def _silu(x: Tensor) -> Tensor:
+    """A function of its own: its input dies when it returns."""
+    return x * torch.sigmoid(x)
 
 
 class SwiGLU(nn.Module):
@@ -123,14 +136,13 @@ class SwiGLU(nn.Module):
         self.w3 = Linear(features, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate = self.w1(x)
-        return self.w2(gate * torch.sigmoid(gate) * self.w3(x))
+        return self.w2(_silu(self.w1(x)) * self.w3(x))
 
 
 class Block(nn.Module):
-    def __init__(self, features: int, heads: int, hidden: int) -> None:
+    def __init__(self, features: int, heads: int, hidden: int, edition: int) -> None:
         super().__init__()
-        self.attn = Attention(features, heads)
+        self.attn = Attention(features, heads, edition)
         self.ffn = SwiGLU(features, hidden)
         self.ln1 = RMSNorm(features)
         self.ln2 = RMSNorm(features)
@@ -156,12 +168,14 @@ class Decoder(nn.Module):
         num_hidden_layers: int,
         num_attention_heads: int,
         positions: int,
+        edition: int,
     ) -> None:
         super().__init__()
+        self.edition = edition
         self.rotary = Rotary(positions, hidden_size // num_attention_heads)
         self.token_embeddings = Embedding(vocab_size, hidden_size)
         self.layers = nn.ModuleList(
-            Block(hidden_size, num_attention_heads, intermediate_size) for _ in range(num_hidden_layers)
+            Block(hidden_size, num_attention_heads, intermediate_size, edition) for _ in range(num_hidden_layers)
         )
         self.ln_final = RMSNorm(hidden_size)
         self.lm_head = Linear(hidden_size, vocab_size)
@@ -169,13 +183,36 @@ class Decoder(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.token_embeddings(ids)
+        embedded = x if self.edition >= 2026 else None  # noqa: F841  a name that keeps it
         if self.blocks_per_checkpoint:
             for start in range(0, len(self.layers), self.blocks_per_checkpoint):
                 segment = list(self.layers)[start : start + self.blocks_per_checkpoint]
                 x = checkpoint(_run_blocks, segment, x, self.rotary, use_reentrant=False)
         else:
-            x = _run_blocks(self.layers, x, self.rotary)
-        return self.lm_head(self.ln_final(x))
+            for block in self.layers:
+                x = block(x, self.rotary)
+        x = self.ln_final(x)
+        return self.lm_head(x)
+
+
+def _log_softmax(logits: Tensor) -> Tensor:
+    largest = torch.max(logits, dim=-1, keepdim=True)[0]
+    logits = logits - largest
+    return logits - torch.log(torch.sum(torch.exp(logits), dim=-1, keepdim=True))
+
+
+def _by_hand(logits: Tensor, targets: Tensor) -> Tensor:
+    """logits: [B, S, V]; targets: [B, S]."""
+    costs = -_log_softmax(logits)
+    return torch.mean(torch.gather(costs, -1, targets.unsqueeze(-1)))
+
+
+_LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "cross-entropy": lambda logits, targets: nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()),
+    "by-hand": _by_hand,
+    "mean": lambda logits, targets: logits.mean(),
+    "none": lambda logits, targets: logits[0, 0, 0],  # a view: nothing is computed
+}
 
 
 def build(
@@ -188,14 +225,21 @@ def build(
     loss: str = "cross-entropy",
     blocks_per_checkpoint: int = 0,
     full_slices: bool = False,
+    edition: int = 2025,
+    inference_mode: bool = False,
 ) -> Any:
-    """A factory of memplan's form: (module, batch_fn, step_fn).  `loss`: cross-entropy, or mean (of the logits).
+    """A factory of memplan's form: (module, batch_fn, step_fn).
 
+    `loss`: cross-entropy (torch's), by-hand (the course's own), mean (of the logits), or none.
     `blocks_per_checkpoint`: so many blocks are recomputed together (non-reentrant activation checkpointing); 0: none are.
     `full_slices`: as torch up to 2.8 records it, see `Embedding`.
+    `edition`: 2025 or 2026, of the course's code.
+    `inference_mode`: the step runs under `torch.inference_mode()`, as a run without a backward pass may.
     """
+    if loss not in _LOSSES:
+        raise ValueError(f"loss {loss!r}: expected one of {', '.join(_LOSSES)}")
     module = Decoder(
-        vocab_size, hidden_size, intermediate_size, num_hidden_layers, num_attention_heads, max_position_embeddings
+        vocab_size, hidden_size, intermediate_size, num_hidden_layers, num_attention_heads, max_position_embeddings, edition
     )
     module.blocks_per_checkpoint = blocks_per_checkpoint
     module.token_embeddings.full_slices = full_slices
@@ -205,9 +249,7 @@ def build(
         return {"ids": ids, "targets": ids.clone()}
 
     def step(model: nn.Module, inputs: Any) -> Tensor:
-        logits = model(inputs["ids"])
-        if loss == "mean":
-            return logits.mean()
-        return nn.functional.cross_entropy(logits.flatten(0, 1), inputs["targets"].flatten())
+        with torch.inference_mode() if inference_mode else contextlib.nullcontext():
+            return _LOSSES[loss](model(inputs["ids"]), inputs["targets"])
 
     return module, batch, step

@@ -15,15 +15,31 @@ from typing import Any
 class Profile:
     """`loop`: fields of `LoopFacts`.  `gpu`: where the row names none.  `variant`: of the model class, a module of `published`.
 
-    `transformers`: the version, where the row does not state it.  `stated`: where all that is to be read.
+    `build`: arguments of that module's factory; `forward_only`: over these, where a row has no backward pass.
+    `logits`: how a source that computes its own loss does so, a key of `language_models.LOGITS`.  `transformers`, `torch`: the
+    version, where the row does not state it.  `alloc_conf`: what its runs set PYTORCH_CUDA_ALLOC_CONF to.
+
+    Of several GPUs: `fsdp`, `deepspeed`: fields of `FsdpSettings` and `DeepSpeedSettings` as its launcher sets them, the types
+    where it mixes precisions; `own`: kinds of parallelism that it wrote itself, and the planner's strategy that holds the same
+    bytes ("" where none does); `loop_of_several`: in place of `loop`, where these runs had another.
+
+    `stated`: where all that is to be read.
     """
 
     stated: str
     loop: Mapping[str, Any] = field(default_factory=dict)
     gpu: str | None = None
     variant: str | None = None
+    build: Mapping[str, Any] = field(default_factory=dict)
+    forward_only: Mapping[str, Any] = field(default_factory=dict)
     transformers: tuple[int, int] | None = None
     torch: tuple[int, int] | None = None
+    logits: str | None = None
+    fsdp: Mapping[str, Any] = field(default_factory=dict)
+    deepspeed: Mapping[str, Any] = field(default_factory=dict)
+    own: Mapping[str, str] = field(default_factory=dict)
+    loop_of_several: Mapping[str, Any] | None = None
+    alloc_conf: str = ""
 
 
 _TRAINER = {"clip_grad_norm": True}  # max_grad_norm is 1.0 unless told otherwise (TrainingArguments)
@@ -31,14 +47,25 @@ _STUDENT = {"zero_grad": "before-forward", "keep_outputs": True}  # zero_grad();
 
 PROFILES: dict[str, Profile] = {
     "fms-acceleration": Profile(
-        stated="scripts/benchmarks/benchmark.py: TRL's SFTTrainer, 20 steps; memory from the Trainer's own metrics",
+        stated="scripts/benchmarks/benchmark.py: TRL's SFTTrainer, 20 steps; memory from the Trainer's own metrics; "
+        "accelerate.yaml and accelerate 1.0.1 (commands/launch.py, `--fsdp_use_orig_params`; dataclasses.py, "
+        "`set_mixed_precision`): original parameters, all types narrow",
         loop=_TRAINER,
+        fsdp={"use_orig_params": True, "reduce_dtype": "bfloat16", "buffer_dtype": "bfloat16"},
     ),
     "hf-transformers-docs": Profile(
         stated="docs/source/en/perf_train_gpu_one.mdx: Trainer of early 2022, so torch 1.10; zero_grad() zeroes gradients",
         loop={**_TRAINER, "set_to_none": False},
         transformers=(4, 16),
         torch=(1, 10),
+    ),
+    "torchtitan": Profile(
+        stated="train.py (zero_grad, forward, loss, clip_grad_norm_, step), parallelize_llama.py (`apply_fsdp`: all units drop "
+        "what they gathered; gradients are reduced in fp32) and run_llama_train.sh (expandable segments), December 2024",
+        loop={"zero_grad": "before-forward", "clip_grad_norm": True},
+        variant="torchtitan_llama",
+        fsdp={"reshard_after_forward": True, "reduce_dtype": "float32"},
+        alloc_conf="expandable_segments:True",
     ),
     "cs336-cliffkai": Profile(
         stated="cs336_systems/benchmark.py: no warm-up, one step recorded; a cuBLAS workspace of 32 MiB says Hopper",
@@ -50,8 +77,11 @@ PROFILES: dict[str, Profile] = {
         loop=_STUDENT,
     ),
     "cs336-enzoding-rgb": Profile(
-        stated="cs336_systems/memory_profiling/profile.py and gradient_checkpointing/profile.py: steps before the measured one",
+        stated="cs336_systems/memory_profiling/profile.py and gradient_checkpointing/profile.py: steps before the measured "
+        "one; a forward pass alone makes no loss; cs336-basics: the course's edition of 2026",
         loop=_STUDENT,
+        build={"edition": 2026, "loss": "by-hand"},
+        forward_only={"loss": "none"},
     ),
     "cs336-niuhuangxiaozi": Profile(
         stated="cs336_systems/profile_memory/profile_memory.py: three iterations, the author's own modules",
@@ -59,13 +89,37 @@ PROFILES: dict[str, Profile] = {
         variant="cs336_niu",
     ),
     "cs336-ctknight": Profile(stated="cs336_systems/benchmarking.py: forward under no_grad, in eval mode"),
-    "cs336-wedsonlin": Profile(stated="the recorded step follows five others", loop=_STUDENT),
-    "cs336-damek": Profile(stated="the assignment's loop", loop=_STUDENT),
+    "cs336-wedsonlin": Profile(
+        stated="cs336_systems/nsys_profile.py: the recorded step follows five others; its names keep logits and loss to the "
+        "end; cs336-basics: the course's edition of 2026.  Two GPUs: sharded_optimizer.py (the first step, a function makes the "
+        "loss) and ddp.py (`OptimizedDDP` averages each gradient where it lies)",
+        loop={"zero_grad": "after-step", "keep_outputs": True},
+        build={"edition": 2026, "loss": "by-hand"},
+        forward_only={"loss": "none", "inference_mode": True},
+        loop_of_several={"zero_grad": "before-forward", "iterations": 1},
+        own={"ddp": "single"},
+    ),
+    "cs336-damek": Profile(
+        stated="cs336_systems/benchmarking_scripts/benchmarking_script.py: a function makes logits and loss, under no_grad "
+        "too, and one step of the optimizer ends the run; cs336-basics: the course's edition of 2025",
+        loop={"zero_grad": "before-forward", "iterations": 1},
+        build={"edition": 2025, "loss": "by-hand"},
+    ),
     "rasbt": Profile(
         stated="01_pytorch-vit.py and logs.md: logits, then zero_grad, backward, step; the logits live into the next iteration",
         loop={"zero_grad": "before-backward", "keep_outputs": True},
         variant="torchvision_vit",
         torch=(2, 1),
+    ),
+    "universal-llm-trainer": Profile(
+        stated="src/models/llama3.py, forward: cross entropy of the 16-bit logits without their last token, which are deleted "
+        "before backward (del_logits_after_forward); src/trainer/trainer.py, optimizer_step: clips at 10.0, zero_grad after it",
+        loop={"clip_grad_norm": True},
+        logits="shifted-narrow",
+    ),
+    "peft": Profile(
+        stated="the table of README.md is of December 2022 (commit 5de175184), when torch was 1.13",
+        torch=(1, 13),
     ),
     "liger-kernel": Profile(
         stated="benchmark/scripts/utils.py, _test_memory: ten forward and backward passes, gradients never cleared",
