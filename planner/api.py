@@ -9,7 +9,7 @@ from ..errors import UserError
 from ..units import parse_bytes
 from .loop import LoopFacts
 from .request import ALIASES, DEFAULT_MICRO_BATCH_SIZE, DEFAULT_SEQ_LEN, Request
-from .strategies import SINGLE
+from .strategies import DISTRIBUTED
 
 if TYPE_CHECKING:
     from ..hardware.profile import Device
@@ -97,7 +97,7 @@ def make_request(
         options["seq_len"] = min(DEFAULT_SEQ_LEN, spec.max_seq_len or DEFAULT_SEQ_LEN)
         if spec.task not in ("image-classification",):
             defaults.append(f"sequence length {options['seq_len']} (not given)")
-    if options.get("strategy", SINGLE) != SINGLE and "gpus" not in options:
+    if options.get("strategy") in DISTRIBUTED and "gpus" not in options:
         raise UserError(f"--strategy {options['strategy']}: expected a number of GPUs", "Say how many with --gpus N")
     if options.get("gpus", 1) > 1:
         device = device.with_communicator(communicator_bytes(options["gpus"]))

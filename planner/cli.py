@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import UserError
 from . import allocator_cli
+from .optimizers import cli as optimizers_cli
 from .options import add_hardware_options, add_model_options, add_run_options, request_from
 from .study import cli as study_cli
 
@@ -24,7 +25,7 @@ _TRACE = """Records one training step of MODEL without weights, data or GPU, and
 
 
 def add_commands(commands: Any) -> None:
-    """Adds `fit`, `trace`, `replay` and `study` to the sub-parsers of the command line."""
+    """Adds `fit`, `trace`, `replay`, `study` and `optimizers` to the sub-parsers of the command line."""
     fit = commands.add_parser("fit", help="will it fit on my GPU, and where does every byte go?", description=_FIT)
     add_model_options(fit)
     add_hardware_options(fit, default="auto")
@@ -52,20 +53,21 @@ def add_commands(commands: Any) -> None:
 
     allocator_cli.add_commands(commands)
     study_cli.add_commands(commands)
+    optimizers_cli.add_commands(commands)
 
 
 def run_fit(args: argparse.Namespace) -> int:
     """Prints the answer; 0 fits, 1 does not fit (or tight, with --strict), 2 cannot tell."""
     import json
-    from importlib.metadata import version
 
+    from .. import __version__
     from .progress import progress
 
     with progress(f"recording one step of {args.model}", enabled=not args.json) as say:
         prediction = _predict(args, say)
     try:
         if args.json:
-            print(json.dumps({"version": version("memplan"), **prediction.to_json()}, indent=2), flush=True)
+            print(json.dumps({"version": __version__, **prediction.to_json()}, indent=2), flush=True)
         else:
             from .report import print_report
 

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..errors import UserError
 from .strategies import ZEROTH_ORDER
 
 if TYPE_CHECKING:
+    from ..models import ModelSpec
+    from ..models.adapters import AdapterSettings
     from .request import Request
     from .strategies.zo_settings import ZoSettings
+
+_ADAPTER_OPTIONS = (
+    "lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "modules_to_save", "virtual_tokens", "base_quant", "no_upcast",
+    "adapter_16bit", "no_autocast",
+)  # fmt: skip
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
@@ -34,6 +41,15 @@ def add_hardware_options(parser: argparse.ArgumentParser, *, default: str) -> No
     where = f"a card of `memplan hardware list`, or auto: the one in this machine (default: {default})"
     group.add_argument("--gpu", metavar="KEY", default=default, help=where)
     group.add_argument("--gpu-memory", metavar="SIZE", help="memory of the card, instead of the catalogue's: 24GiB, 80GB")
+    _add_scale_options(group)
+
+
+def add_scale_options(parser: argparse.ArgumentParser) -> None:
+    """How many GPUs and machines, for a command that runs on what it finds."""
+    _add_scale_options(parser.add_argument_group("how many"))
+
+
+def _add_scale_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--gpus", type=int, metavar="N", help="GPUs in all (default: 1)")
     group.add_argument("--nodes", type=int, metavar="N", help="machines that the GPUs are spread over (default: 1)")
     group.add_argument("--host-ram", metavar="SIZE", help="memory of each machine: 512GiB (default: not known)")
@@ -43,13 +59,16 @@ def add_hardware_options(parser: argparse.ArgumentParser, *, default: str) -> No
 def add_run_options(parser: argparse.ArgumentParser) -> None:
     """The options of how it is trained, and of the training loop."""
     how = parser.add_argument_group("how it is trained")
+    files = "a DeepSpeed JSON, an accelerate YAML, TrainingArguments or an fsdp_config, taken as it is"
+    how.add_argument("--from", dest="from_file", metavar="FILE", help=files)
     precisions = "fp32, bf16, fp16, bf16-autocast, fp16-autocast, bf16-mixed, fp16-mixed (default: as the weights are stored)"
     how.add_argument("--precision", metavar="P", help=precisions)
     how.add_argument("--mode", metavar="M", help="train (default), forward: no backward, inference: under no_grad")
-    how.add_argument("--method", metavar="M", help="full (default), mezo, zo2, distzo2")
+    how.add_argument("--method", metavar="M", help="full (default), lora, qlora, dora, oft, ia3 ..., mezo, zo2, distzo2")
     how.add_argument("--strategy", metavar="S", help="single (default), ddp, zero0 .. zero3, fsdp1, fsdp2, hsdp")
+    how.add_argument("--optimizer", metavar="O", help="adamw (default), flash-adamw, adamw-8bit ...: `memplan optimizers list`")
     how.add_argument(
-        "--optimizer", metavar="O", help="adamw (default), adam, sgd, sgd-momentum, adafactor and others of torch.optim"
+        "--grad-release", action="store_true", help="step each parameter inside backward and drop its gradient at once"
     )
     how.add_argument("--optimizer-impl", metavar="I", help="default: what torch picks; foreach, fused, for-loop")
     how.add_argument(
@@ -88,6 +107,21 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     zo.add_argument("--zo-host-precision", metavar="P", help="with --zo-amp, what the host keeps: fp16 (default), bf16, fp8")
     zo.add_argument("--zo-no-overlap", action="store_true", help="copies wait for compute, from pageable memory")
     zo.add_argument("--zo-no-cache", action="store_true", help="mezo: the forward builds no key-value cache")
+    adapters = parser.add_argument_group("adapters (--method lora, qlora, dora, rslora, oft, ia3, prefix-tuning ...)")
+    adapters.add_argument("--lora-rank", type=int, metavar="R", help="rank; of OFT and BOFT the block size (default: peft's)")
+    adapters.add_argument("--lora-alpha", type=float, metavar="A", help="scale of the adapter: no memory depends on it")
+    adapters.add_argument("--lora-dropout", type=float, metavar="P", help="dropout in front of the adapter (default: peft's)")
+    targets = "all-linear, or module names: q_proj,v_proj (default: what peft takes for the family)"
+    adapters.add_argument("--lora-targets", metavar="NAMES", help=targets)
+    adapters.add_argument("--modules-to-save", metavar="NAMES", help="modules that train in full beside the adapter: lm_head,...")
+    adapters.add_argument("--virtual-tokens", type=int, metavar="N", help="tokens of prompt, prefix and p-tuning (default: 20)")
+    quants = "how the frozen weights are stored: none, nf4, nf4-dq, fp4, fp4-dq (-dq: double quantisation; qlora: nf4-dq)"
+    adapters.add_argument("--base-quant", metavar="Q", help=quants)
+    adapters.add_argument(
+        "--no-upcast", action="store_true", help="without prepare_model_for_kbit_training: norms and head stay in 16 bits"
+    )
+    adapters.add_argument("--adapter-16bit", action="store_true", help="adapters in the dtype of the base, not in fp32")
+    adapters.add_argument("--no-autocast", action="store_true", help="the step of a 16-bit precision runs without autocast")
     loop = parser.add_argument_group("the training loop")
     loop.add_argument(
         "--grad-accum", type=int, metavar="N", help="forward and backward passes in one optimizer step (default: 1)"
@@ -113,43 +147,61 @@ def request_from(args: argparse.Namespace) -> Request:
         if value is not None and value < 1:
             raise UserError(f"--{option.replace('_', '-')} {value}: must be 1 or more", "Leave it out for the default")
     loop = {"grad_accum_steps": args.grad_accum, "zero_grad": args.zero_grad}
+    options: dict[str, Any] = {
+        "micro_batch_size": args.micro_batch,
+        "seq_len": args.seq,
+        "target_len": args.target_len,
+        "image_size": args.image_size,
+        "precision": args.precision,
+        "method": args.method,
+        "strategy": _strategy(args),
+        "optimizer": args.optimizer,
+        "optimizer_impl": args.optimizer_impl,
+        "recompute": args.recompute,
+        "loss": args.loss,
+        "use_cache": args.use_cache,
+        "reentrant": args.reentrant,
+        "attention": args.attention,
+        "mode": args.mode,
+        "gpus": args.gpus,
+        "nodes": args.nodes,
+        "rank": args.rank,
+        "offload": _parts(args.offload),
+        "host_ram_bytes": args.host_ram and parse_bytes(args.host_ram, "--host-ram"),
+        "nvme_bytes": args.nvme and parse_bytes(args.nvme, "--nvme"),
+        "zo": _zo_settings(args),
+        "adapter": _adapter_settings(args),
+        "frozen": tuple(args.freeze),
+        "compiled": args.compile and not args.assume_eager,
+        "alloc_conf": args.alloc_conf,
+        "set_to_none": not args.keep_grads,
+        "clip_grad_norm": args.clip_grad_norm,
+        "keep_outputs": args.keep_outputs,
+        **{name: value for name, value in loop.items() if value is not None},
+    }
+    overrides = parse_settings(args.set)
+    model: str | ModelSpec = args.model
+    notes: list[str] = []
+    if args.from_file:
+        from ..models import load
+        from .engines.detect import read_config
+        from .engines.imported import apply
+
+        model = load(args.model, task=args.task, overrides=overrides, trust_remote_code=args.trust_remote_code)
+        options = apply(read_config(args.from_file), options, model.config)
+        notes = options.pop("notes")
+        if args.assume_eager:
+            options["compiled"] = False
     request = make_request(
-        args.model,
+        model,
         args.gpu,
         task=args.task,
-        overrides=parse_settings(args.set),
+        overrides=overrides,
         gpu_memory=args.gpu_memory,
         trust_remote_code=args.trust_remote_code,
-        micro_batch_size=args.micro_batch,
-        seq_len=args.seq,
-        target_len=args.target_len,
-        image_size=args.image_size,
-        precision=args.precision,
-        method=args.method,
-        strategy=args.strategy,
-        optimizer=args.optimizer,
-        optimizer_impl=args.optimizer_impl,
-        recompute=args.recompute,
-        loss=args.loss,
-        use_cache=args.use_cache,
-        reentrant=args.reentrant,
-        attention=args.attention,
-        mode=args.mode,
-        gpus=args.gpus,
-        nodes=args.nodes,
-        rank=args.rank,
-        offload=_parts(args.offload),
-        host_ram_bytes=args.host_ram and parse_bytes(args.host_ram, "--host-ram"),
-        nvme_bytes=args.nvme and parse_bytes(args.nvme, "--nvme"),
-        zo=_zo_settings(args),
-        frozen=tuple(args.freeze),
-        compiled=args.compile and not args.assume_eager,
-        alloc_conf=args.alloc_conf,
-        set_to_none=not args.keep_grads,
-        clip_grad_norm=args.clip_grad_norm,
-        keep_outputs=args.keep_outputs,
-        **{name: value for name, value in loop.items() if value is not None},
+        **options,
     )
+    request = replace(request, defaults=(*request.defaults, *notes))
     if args.compile and args.assume_eager:
         said = (
             "the run uses torch.compile and is answered as if it did not (--assume-eager): compiled kernels keep other tensors"
@@ -158,9 +210,54 @@ def request_from(args: argparse.Namespace) -> Request:
     return request
 
 
+def _strategy(args: argparse.Namespace) -> str | None:
+    if not args.grad_release:
+        return args.strategy  # type: ignore[no-any-return]
+    if args.strategy not in (None, "single", "release"):
+        raise UserError(
+            f"--grad-release with --strategy {args.strategy}: a gradient that is gone cannot be reduced over ranks",
+            "Leave one of them out",
+        )
+    return "release"
+
+
 def _parts(text: str | None) -> tuple[str, ...]:
     """ "optimizer+param" as its parts; "none" and nothing are no parts."""
     return () if text in (None, "", "none") else tuple(text.split("+"))
+
+
+def _adapter_settings(args: argparse.Namespace) -> AdapterSettings | None:
+    """The options of adapters, or None where none was given."""
+    from ..models.adapters import ADAPTER_METHODS, AdapterSettings
+
+    given = {
+        "rank": args.lora_rank,
+        "alpha": args.lora_alpha,
+        "dropout": args.lora_dropout,
+        "targets": _names(args.lora_targets),
+        "modules_to_save": _names(args.modules_to_save),
+        "virtual_tokens": args.virtual_tokens,
+        "base_quant": args.base_quant,
+        "upcast": False if args.no_upcast else None,
+        "adapter_dtype": "base" if args.adapter_16bit else None,
+        "autocast": False if args.no_autocast else None,
+    }
+    given = {name: value for name, value in given.items() if value is not None}
+    if not given:
+        return None
+    if args.method not in ADAPTER_METHODS:
+        option = next(o for o in _ADAPTER_OPTIONS if getattr(args, o) not in (None, False))
+        raise UserError(
+            f"--{option.replace('_', '-')} with --method {args.method or 'full'}: it belongs to adapters", "Use --method lora"
+        )
+    settings = AdapterSettings.of(args.method, **given)
+    settings.check()
+    return settings
+
+
+def _names(text: str | None) -> tuple[str, ...] | None:
+    """ "q_proj,v_proj" as its names."""
+    return None if text is None else tuple(name.strip() for name in text.split(",") if name.strip())
 
 
 def _zo_settings(args: argparse.Namespace) -> ZoSettings | None:

@@ -15,13 +15,14 @@ from .allocator.replay import replay as replay_stream
 from .host_memory import host_reserved_peak_bytes, pinned_reserved_bytes
 from .kernels import Kernels
 from .ledger import Ledger, Tier
-from .optimizers.traced import traced_rule
+from .optimizers.traced import names, traced_rule
 from .prediction import Failure, HostNeeds, Moment, Prediction, Verdict
 from .simulate import simulate
 from .strategies import make_strategy, said_of
 from .trace.steptrace import Phase
 
 if TYPE_CHECKING:
+    from .optimizers.rule import OptimizerRule
     from .request import Request
     from .simulate import WorkLog
     from .strategies.base import Strategy
@@ -55,7 +56,9 @@ def _answer(request: Request, trace: StepTrace, run: Simulated) -> Prediction:
     device = request.device
     free = replay_ledger(ledger, conf)
     limited = (
-        replay_ledger(ledger, conf, limit_bytes=device.usable_bytes) if free.peak_reserved_bytes > device.usable_bytes else free
+        free
+        if free.peak_reserved_bytes <= device.usable_bytes
+        else replay_ledger(ledger, conf, limit_bytes=device.usable_bytes, with_series=False)
     )
     headroom = device.usable_bytes - free.peak_reserved_bytes
     verdict, reason, failure = _judge(ledger, free, limited, headroom, device.usable_bytes)
@@ -118,7 +121,7 @@ def simulated(request: Request, trace: StepTrace) -> Simulated:
     """The run that `request` asks about."""
     target = str(trace.options["target"])
     kernels = Kernels.for_device(request.device, trace.versions["torch"]) if target == "cuda" else Kernels.none()
-    optimizer = traced_rule(request.optimizer, optimizer_impl(request), target=target) if request.has_backward else None
+    optimizer = optimizer_of(request, target) if request.has_backward else None
     strategy = make_strategy(request, trace)
     ledger, work = simulate(trace, strategy, optimizer=optimizer, loop=request.loop, kernels=kernels)
     return Simulated(ledger, work, strategy)
@@ -127,6 +130,25 @@ def simulated(request: Request, trace: StepTrace) -> Simulated:
 def ledger_of(request: Request, trace: StepTrace) -> Ledger:
     """The ledger of the run that `request` asks about."""
     return simulated(request, trace).ledger
+
+
+def optimizer_of(request: Request, target: str) -> OptimizerRule:
+    """The rule of the request's optimizer.  Raises UserError for one that does not exist."""
+    if request.optimizer in names():  # torch's own: the others are not even imported then
+        return traced_rule(request.optimizer, optimizer_impl(request), target=target)
+    from .optimizers.catalogue import optimizer_rule
+
+    return optimizer_rule(request.optimizer, optimizer_impl(request), target=target)
+
+
+def _optimizer_in_words(request: Request, target: str) -> str:
+    rule = optimizer_of(request, target)
+    if request.optimizer in names():
+        return f"torch.optim {rule.name}, {rule.impl} implementation"
+    from .optimizers.catalogue import entry_of
+
+    entry = entry_of(request.optimizer.partition(":")[0])
+    return f"{entry.name} of {entry.library} {entry.version}: {entry.summary}"
 
 
 def optimizer_impl(request: Request) -> str:
@@ -262,8 +284,7 @@ def _phases(ledger: Ledger, free: ReplayResult) -> dict[str, Moment]:
 def _assumptions(request: Request, trace: StepTrace) -> list[str]:
     said = [*request.defaults, *trace.assumptions, *said_of(request)]
     if request.has_backward:
-        rule = traced_rule(request.optimizer, optimizer_impl(request), target=str(trace.options["target"]))
-        said.append(f"torch.optim {rule.name}, {rule.impl} implementation")
+        said.append(_optimizer_in_words(request, str(trace.options["target"])))
         said += request.loop.assumptions()
     device = request.device
     said.append(

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CannotTell, UserError, did_you_mean
+from ..models.adapters import ADAPTER_METHODS, AdapterSettings
 from .loop import LoopFacts
 from .strategies import DISTRIBUTED, SINGLE, ZEROTH_ORDER, check_strategy
 from .trace.options import recompute_parts
@@ -18,13 +19,15 @@ if TYPE_CHECKING:
     from .strategies.zo_settings import ZoSettings
 
 PRECISIONS = ("fp32", "bf16", "fp16", "bf16-autocast", "fp16-autocast", "bf16-mixed", "fp16-mixed")
-METHODS = ("full", *ZEROTH_ORDER)
-STRATEGIES = (SINGLE, *DISTRIBUTED)
+METHODS = ("full", *ADAPTER_METHODS, *ZEROTH_ORDER)
+STRATEGIES = (SINGLE, "release", *DISTRIBUTED)
 MODES = ("train", "forward", "inference")
 ATTENTIONS = ("sdpa", "eager", "flash_attention_2")
 LOSSES = ("model", "plain", "shifted", "chunked")
 # Other spellings that people use, by option.
 ALIASES = {"attention": {"flash2": "flash_attention_2"}, "loss": {"hf": "model"}}
+# Strategies that handle parameters one by one, so that frozen ones need no rule of their own.
+_ADAPTER_STRATEGIES = (SINGLE, "release", "ddp")
 # What can leave the GPU, by where it goes.
 OFFLOADS = {"cpu": ("optimizer", "param"), "nvme": ("optimizer:nvme", "param:nvme")}
 DEFAULT_MICRO_BATCH_SIZE = 1
@@ -32,8 +35,8 @@ DEFAULT_SEQ_LEN = 2048  # capped by the model's positions
 DEFAULT_IMAGE_SEQ_LEN = 0
 
 # Words of the command line that this version does not plan yet.  Asking for one is no mistake: the answer is unknown.
-_LATER_METHODS = ("lora", "qlora", "dora", "freeze", "galore", "badam", "lomo", "lisa")
-_LATER_STRATEGIES = ("zero0",)
+_LATER_METHODS = ("freeze", "galore", "badam", "lomo", "lisa")
+_LATER_STRATEGIES = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +74,8 @@ class Request:
     """Knobs of FSDP; None: torch's defaults."""
     zo: ZoSettings | None = None
     """Knobs of zeroth-order training; None: the defaults."""
+    adapter: AdapterSettings | None = None
+    """What an adapter method trains; None: the method's defaults."""
     host_ram_bytes: int | None = None
     """Memory of each machine; None: not known, so that it cannot be too small."""
     nvme_bytes: int | None = None
@@ -94,6 +99,7 @@ class Request:
         _one_of("--strategy", self.strategy, STRATEGIES, _LATER_STRATEGIES)
         recompute_parts(self.recompute)
         _one_of("--loss", self.loss, LOSSES)
+        self._check_adapter()
         self._check_strategy()
         if self.loop.grad_accum_steps < 1:
             raise UserError(f"--grad-accum {self.loop.grad_accum_steps}: must be at least 1", "Leave it out for none")
@@ -106,6 +112,19 @@ class Request:
                 "Use --assume-eager for the eager answer"
             )
 
+    def _check_adapter(self) -> None:
+        settings = self.adapter_settings
+        if settings is None:
+            return
+        if self.method not in ADAPTER_METHODS:
+            raise UserError(f"--method {self.method} has no adapter", f"Choose one of {', '.join(ADAPTER_METHODS)}")
+        settings.check()
+        if self.strategy not in _ADAPTER_STRATEGIES:
+            raise CannotTell(
+                f"--method {self.method} with --strategy {self.strategy} is not modelled yet: its wrappers treat frozen and "
+                f"trained parameters apart. Use --strategy {' or '.join(_ADAPTER_STRATEGIES)}"
+            )
+
     def _check_strategy(self) -> None:
         known = [part for device in OFFLOADS.values() for part in device]
         for part in self.offload:
@@ -113,6 +132,11 @@ class Request:
         check_strategy(self)
         if self.strategy != SINGLE and self.mode != "train":
             raise CannotTell(f"--mode {self.mode} with --strategy {self.strategy} is not modelled yet. Use --mode train")
+
+    @property
+    def adapter_settings(self) -> AdapterSettings | None:
+        """What is put on the model; None where its own weights train."""
+        return self.adapter or (AdapterSettings.of(self.method) if self.method in ADAPTER_METHODS else None)
 
     @property
     def has_backward(self) -> bool:

@@ -6,7 +6,7 @@ The core knows no strategy: it turns the trace's events into blocks, expands abs
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -39,14 +39,41 @@ class Block:
 _GONE = Block(-1, 0)
 
 
+WAIT = "wait"  # the kind of Work that is no work: its stream waits for other work
+
+
 @dataclass(frozen=True, slots=True)
 class Work:
     """Something that takes time on a stream, enqueued when `ledger_row` rows had been written."""
 
-    kind: str  # "h2d", "d2h", "all_gather", "reduce_scatter", "all_reduce", "host_step", "nvme_read", "nvme_write"
+    kind: str  # "h2d", "d2h", "all_gather", "reduce_scatter", "all_reduce", "host_step", "nvme_read", "nvme_write", WAIT
     stream: int
     nbytes: int
     ledger_row: int
+    run: int = -1  # index in `WorkLog.runs` of the run that was last begun; -1: none yet
+    event: int = 0  # of the trace: enqueued before that event of the run; its `segment.stop` when the run was over
+    phase: int = int(Phase.INIT)
+    iteration: int = 0
+    after: tuple[int, ...] = ()  # tickets: indices of the work that must be over before
+    ops: int = 1  # what the host launches for it, one by one
+    ranks: int = 0  # that take part in a collective; 0: all
+    stride: int = 1  # between them: 1 for neighbours, the GPUs of a node for one of every node
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """A run as it was executed."""
+
+    run: Run
+    iteration: int
+
+
+class WorkLog(list[Work]):
+    """What takes time, in the order of issue.  Compute is not enqueued: it is the ops of `runs`, between the work."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runs: list[Ran] = []
 
 
 class Simulation:
@@ -65,7 +92,8 @@ class Simulation:
         self.loop = loop
         self.rank = rank
         self.lane = 0  # of the run that is executed now
-        self.work: list[Work] = []
+        self.work = WorkLog()
+        self._event = 0  # of the trace: where the run is when a hook is called
         self._strategy = strategy
         self._optimizer = optimizer
         self._kernels = kernels
@@ -124,22 +152,49 @@ class Simulation:
     def free(self, block: Block) -> None:
         self._ledger.free(block.id, ("", "free"))
 
-    def enqueue(self, kind: str, nbytes: int, stream: int = DEFAULT_STREAM) -> None:
-        """Work for the timeline; it takes no memory."""
-        self.work.append(Work(kind, stream, nbytes, len(self._ledger)))
+    def enqueue(
+        self,
+        kind: str,
+        nbytes: int,
+        stream: int = DEFAULT_STREAM,
+        after: Sequence[int] = (),
+        ops: int = 1,
+        ranks: int = 0,
+        stride: int = 1,
+    ) -> int:
+        """Work for the timeline; it takes no memory.  Returns a ticket, for `wait` and for the `after` of later work."""
+        log, ledger = self.work, self._ledger
+        run = len(log.runs) - 1
+        phase, iteration = ledger.now_phase, ledger.now_iteration
+        log.append(
+            Work(kind, stream, nbytes, len(ledger), run, self._event, phase, iteration, tuple(after), ops, ranks, stride)
+        )
+        return len(log) - 1
+
+    def wait(self, *tickets: int, stream: int = DEFAULT_STREAM) -> None:
+        """What `stream` does from here on waits for the work with these tickets; stream 0 is where the ops run."""
+        self.enqueue(WAIT, 0, stream, tickets)
 
     def run_optimizer(
-        self, events: Iterable[StepEvent], names: Sequence[str], component: Component = Component.OPTIMIZER_STATE
+        self,
+        events: Iterable[StepEvent],
+        names: Sequence[str],
+        component: Component = Component.OPTIMIZER_STATE,
+        drop_grad: Callable[[int], None] | None = None,
     ) -> None:
-        """Plays the events of an optimizer rule; `names[i]` is the fqn of tensor i."""
+        """Plays the events of an optimizer rule; `names[i]` is the fqn of tensor i.  `drop_grad(i)`: its `.grad` goes here."""
         temporaries: dict[int, Block] = {}
         for event in events:
             if event.kind is StepKind.FREE:
                 self.free(temporaries.pop(event.slot))
                 continue
+            if event.kind is StepKind.DROP_GRAD:
+                if drop_grad is not None:
+                    drop_grad(event.tensor)
+                continue
             kept = event.kind is StepKind.STATE
             fqn = names[event.tensor] if event.tensor >= 0 else ""
-            block = self.alloc(component if kept else Component.TEMP, event.nbytes, fqn, "optimizer step")
+            block = self.alloc(component if kept else Component.TEMP, event.nbytes, fqn, "optimizer step", event.tier)
             if not kept:
                 temporaries[event.slot] = block
         for block in temporaries.values():
@@ -189,9 +244,11 @@ class Simulation:
         kinds, args, auxs = program.kind, program.arg, program.aux
         blocks, roles = self._blocks, program.role
         position, stop = run.segment.start, run.segment.stop
+        self.work.runs.append(Ran(run, self._ledger.now_iteration))
         thread = int(self._ledger.now_phase == Phase.BACKWARD)
         while position < stop:
             kind, arg, aux = kinds[position], args[position], auxs[position]
+            self._event = position
             position += 1
             if kind == EventKind.OP:
                 hidden = self._kernels.of(self.trace, arg)
@@ -212,6 +269,7 @@ class Simulation:
                 if hidden.transient:
                     self._run_hidden(hidden.transient, arg)
                 if program.watches_saved and first - 1 in program.pack_at:
+                    self._event = position
                     self._pack(program.pack_at[first - 1], lane)
             elif kind == EventKind.FREE:
                 block = blocks.pop((lane, arg), None)
@@ -234,6 +292,7 @@ class Simulation:
             elif kind == EventKind.PHASE:
                 self._begin(Phase(arg), micro_batch)
                 thread = int(arg == Phase.BACKWARD)
+        self._event = stop
 
     def _begin(self, phase: Phase, micro_batch: int) -> None:
         if phase is Phase.BACKWARD:
@@ -368,7 +427,7 @@ def simulate(
     loop: LoopFacts | None = None,
     kernels: Kernels | None = None,
     rank: int = 0,
-) -> tuple[Ledger, list[Work]]:
+) -> tuple[Ledger, WorkLog]:
     """The ledger of a run: initialisation and `loop.iterations` optimizer steps; and the work that the strategy enqueued.
 
     `kernels` expands abstract ops for one GPU; None takes the trace as it is (the cpu target).

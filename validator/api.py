@@ -99,6 +99,7 @@ def run(
     from ..planner.trace.source import TraceSource
     from . import predicted
     from .cpu import leaf_outputs
+    from .engines import has_engine, run_engine
     from .job import Job
     from .launch import run_isolated
     from .room import available_bytes, check_room
@@ -111,6 +112,11 @@ def run(
     if request.attention == "flash_attention_2" and device == "cpu":
         raise CannotTell("flash_attention_2 runs on a GPU only. Use --attention sdpa for a run on the CPU")
     source = traces or TraceSource()
+    if has_engine(request):
+        if device != "cpu":
+            what = f"--method {request.method}" if request.method != "full" else f"--strategy {request.strategy}"
+            raise CannotTell(f"{what} is validated on the CPU only, where one process can be any rank. Use --device cpu")
+        return run_engine(request, source, tolerance=tolerance)
     if device == "cpu":
         trace, ours = predicted.on_cpu(request, source)
         check_room(request, ours.peak_bytes, lambda other: predicted.on_cpu(other, source)[1].peak_bytes, available_bytes())

@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UserError
-from ..planner.options import add_model_options, add_run_options
+from ..planner.options import add_model_options, add_run_options, add_scale_options
 from . import accuracy_cli
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ def add_commands(commands: Any) -> None:
     for action in parser._actions:  # --records needs no model
         if action.dest == "model":
             action.nargs, action.required = "?", False
+    add_scale_options(parser)
     add_run_options(parser)
     how = parser.add_argument_group("the real run")
     how.add_argument(
@@ -55,7 +56,7 @@ def add_commands(commands: Any) -> None:
     many.add_argument("--jobs", type=int, metavar="N", help="models at once (default: one a core, 4 at most)")
     many.add_argument("--write", metavar="FILE.md", help="put the table into a Markdown page as well; its other parts stay")
     parser.add_argument("--json", action="store_true", help="print JSON; sizes in bytes")
-    parser.set_defaults(run=run_validate, gpu="auto", gpu_memory=None, gpus=None, nodes=None)
+    parser.set_defaults(run=run_validate, gpu="auto", gpu_memory=None)
 
 
 def run_validate(args: argparse.Namespace) -> int:

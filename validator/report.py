@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+from ..planner.strategies import ZEROTH_ORDER
 from ..units import human
 from .compare import Comparison, Row
 
@@ -40,8 +44,16 @@ def _setting(comparison: Comparison) -> str:
     return (
         f"{asked['model']} on {comparison.device}: {steps} {'step' if steps == 1 else 'steps'} run for real, "
         f"micro batch {asked['micro_batch_size']}, sequence {asked['seq_len']}, {asked['precision']}"
-        + (f", {asked['optimizer']}" if asked["mode"] == "train" else f", {asked['mode']}")
+        + (f", {_how(asked)}" if asked["mode"] == "train" else f", {asked['mode']}")
     )
+
+
+def _how(asked: Mapping[str, Any]) -> str:
+    """Optimizer and strategy, or the zeroth-order method, which has neither."""
+    gpus = f", rank of {asked['gpus']}" if asked["gpus"] > 1 else ""
+    if asked["method"] in ZEROTH_ORDER:
+        return asked["method"] + gpus
+    return asked["optimizer"] + (f", {asked['strategy']}" if asked["strategy"] != "single" else "") + gpus
 
 
 def _table(rows: tuple[Row, ...]) -> list[str]:
@@ -55,7 +67,7 @@ def _table(rows: tuple[Row, ...]) -> list[str]:
 
 def _name(row: Row) -> str:
     if not row.phase:
-        return "peak of all steps" if row.what == "peak" else f"peak {row.what}"
+        return "peak of all steps" if row.what == "peak" else f"peak {row.what.replace('_', ' ')}"
     if row.what == "after":
         return f"{_step(row)}after {row.phase}"
     if row.what == "peak":

@@ -5,18 +5,34 @@ from __future__ import annotations
 import abc
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
+from ..ledger import Tier
 from ..trace.steptrace import ITEMSIZE
+
+if TYPE_CHECKING:
+    from ..trace.steptrace import StepTrace, TensorSlot
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerTensor:
-    """One tensor that is stepped: a parameter, a shard of one, or a flat partition."""
+    """One tensor that is stepped: a parameter, a shard of one, or a flat partition.
+
+    `name` and `module_class` are for the few optimizers that treat parameters by what they are (embeddings at 32 bit, heads of
+    a query weight); they take no part in comparisons, so that two tensors of one form are one entry of a cache.
+    """
 
     shape: tuple[int, ...]
     dtype: str
     group: int = 0  # param_group: foreach kernels work group by group
+    name: str = field(default="", compare=False)  # fqn, "" for a flat partition
+    module_class: str = field(default="", compare=False)  # class of the module that owns it
+
+    @classmethod
+    def of(cls, trace: StepTrace, slot: TensorSlot, *, group: int = 0) -> OptimizerTensor:
+        """A whole parameter of the model."""
+        return cls(slot.shape, slot.dtype, group, slot.fqn, trace.modules[slot.module].class_name)
 
     @property
     def numel(self) -> int:
@@ -34,6 +50,7 @@ class StepKind(enum.IntEnum):
     STATE = 0  # allocated and kept: optimizer state
     TEMP = 1  # allocated; freed by a later FREE
     FREE = 2
+    DROP_GRAD = 3  # the optimizer sets `.grad` of `tensor` to None inside the step; no block of its own (slot -1, 0 bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +61,13 @@ class StepEvent:
     slot: int
     nbytes: int
     tensor: int = -1
+    tier: Tier = Tier.GPU
 
 
 @dataclass(frozen=True, slots=True)
 class StepEvents:
-    """`init`: what the constructor makes.  `first`: the first step, which creates the state.  `later`: every other step."""
+    """`init`: what the constructor makes.  `first`: the first step, which creates the state.  `later`: every other step; where
+    these differ (a projector that is refreshed every so often), the dearest one."""
 
     first: tuple[StepEvent, ...]
     later: tuple[StepEvent, ...]
@@ -56,7 +75,11 @@ class StepEvents:
 
     @property
     def state_bytes(self) -> int:
+        """Bytes kept, in all tiers."""
         return sum(e.nbytes for e in (*self.init, *self.first) if e.kind is StepKind.STATE)
+
+    def state_bytes_in(self, tier: Tier) -> int:
+        return sum(e.nbytes for e in (*self.init, *self.first) if e.kind is StepKind.STATE and e.tier is tier)
 
     @staticmethod
     def transient_bytes(events: Sequence[StepEvent]) -> int:
@@ -78,6 +101,8 @@ class OptimizerRule(abc.ABC):
 
     name: str
     impl: str
+    in_backward: bool = False  # it can only step inside backward, parameter by parameter (LOMO)
+    steps_one: bool = True  # it can step one parameter without the others
 
     @abc.abstractmethod
     def step(self, tensors: Sequence[OptimizerTensor]) -> StepEvents:

@@ -9,7 +9,7 @@ trace as the runtime runs it.
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from ...errors import UserError
 
@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 SINGLE = "single"
 _DOORS = {
     SINGLE: "single",
+    "release": "release",
     "ddp": "ddp",
+    "zero0": "deepspeed_engine",
     "zero1": "deepspeed_engine",
     "zero2": "deepspeed_engine",
     "zero3": "deepspeed_engine",
@@ -32,8 +34,11 @@ _DOORS = {
 # Methods that have a loop of their own, whatever the strategy.
 _METHOD_DOORS = {"mezo": "mezo", "zo2": "zo2", "distzo2": "distzo2"}
 ZEROTH_ORDER = tuple(_METHOD_DOORS)
-DISTRIBUTED = tuple(name for name in _DOORS if name != SINGLE)
-MIXED = {"bf16-mixed": "bfloat16", "fp16-mixed": "float16"}  # 16-bit parameters in compute, fp32 ones behind them
+DISTRIBUTED = tuple(name for name in _DOORS if name not in (SINGLE, "release"))
+MIXED: dict[str, Literal["bfloat16", "float16"]] = {
+    "bf16-mixed": "bfloat16",
+    "fp16-mixed": "float16",
+}  # 16-bit parameters in compute, fp32 ones behind them
 
 
 def _door(request: Request) -> Any:

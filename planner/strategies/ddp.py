@@ -225,7 +225,7 @@ class DistributedDataParallel(Strategy):
         return [p.fqn for p in self._trained(sim)]
 
     def _rule(self, sim: Simulation) -> StepEvents:
-        return sim.optimizer.step([OptimizerTensor(p.shape, p.dtype) for p in self._trained(sim)])
+        return sim.optimizer.step([OptimizerTensor.of(sim.trace, p) for p in self._trained(sim)])
 
 
 def _finish(sim: Simulation, flat: Block | None) -> None:

@@ -32,7 +32,7 @@ from ..simulate import Block, Simulation
 from ..trace.steptrace import ITEMSIZE, Pass, StepTrace, TensorSlot
 from .base import Strategy
 from .fsdp_settings import FsdpSettings
-from .fsdp_units import ROOT, depth, times_entered, units_of
+from .fsdp_units import ROOT, depth, must_suit_narrow_trace, refuse_two_precisions, times_entered, units_of
 
 if TYPE_CHECKING:
     from ..request import Request
@@ -142,10 +142,11 @@ class FullySharded(Strategy):
         self._make_units(trace)
         for slot in trace.buffers:
             sim.place(Component.BUFFER, slot.fqn, slot.shape, slot.dtype)
-        whole = {} if self.from_host else self._move(sim, trace.params)
+        from_host = self.from_host and sim.target != "cpu"  # there nothing is moved
+        whole = {} if from_host else self._move(sim, trace.params)
         offloads = self.settings.cpu_offload
         for unit in sorted(self._units.values(), key=lambda u: depth(u.fqn)):
-            if self.from_host:
+            if from_host:
                 whole = self._move(sim, unit.params)
             itemsize = ITEMSIZE[self._stored(unit.params[0])]
             pads = [sim.alloc(Component.TEMP, pad * itemsize, unit.fqn, "padding") for pad in unit.pads]
@@ -245,8 +246,8 @@ class FullySharded(Strategy):
         else:
             if sim.loop.clip_grad_norm:
                 shapes: list[tuple[int, ...]] = [(inside,) for _, inside in self._stepped(sim)]
-                for event in clip_grad_norm_events(shapes, sim.target):
-                    sim.run_temporary(event, "clip_grad_norm_")
+                for nbytes in clip_grad_norm_events(shapes, sim.target):
+                    sim.run_temporary(nbytes, "clip_grad_norm_")
             rule = self._rule(sim)
             sim.run_optimizer(rule.later if self._steps else rule.first, self._names(sim))
         self._steps += 1
@@ -432,6 +433,7 @@ def _half_frozen(name: str, fqn: str, params: Sequence[TensorSlot], use_orig_par
 
 def check(request: Request) -> None:
     settings = _settings(request)
+    refuse_two_precisions(request.precision, settings)
     if settings.sharding_strategy == "NO_SHARD":
         raise CannotTell("fsdp1 with sharding_strategy NO_SHARD is not modelled: torch calls it deprecated. Use --strategy ddp")
     if request.offload and set(request.offload) != {"optimizer", "param"}:
@@ -443,6 +445,9 @@ def check(request: Request) -> None:
 
 def make(request: Request, trace: StepTrace) -> Strategy:
     settings = _settings(request)
+    if settings.param_dtype is not None:
+        casts = settings.buffer_dtype == settings.param_dtype
+        must_suit_narrow_trace(request.strategy, trace, casts_buffers=casts)
     replicas = settings.replicas(request.nodes)
     if request.gpus % replicas:
         raise UserError(f"dp_replicate_size {replicas}: {request.gpus} GPUs do not divide by it", "Choose a divisor")

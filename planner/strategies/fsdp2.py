@@ -35,15 +35,13 @@ from ..simulate import Block, Simulation
 from ..trace.steptrace import ITEMSIZE, EventKind, Pass, Phase, StepTrace, TensorSlot
 from .base import Strategy
 from .fsdp_settings import FsdpSettings
-from .fsdp_units import ROOT, depth, longest_list, times_entered, wrapped_by
+from .fsdp_units import ROOT, depth, longest_list, must_suit_narrow_trace, refuse_two_precisions, times_entered, wrapped_by
 
 if TYPE_CHECKING:
     from ..request import Request
 
 _COPY_IN_STREAM, _REDUCE_STREAM = 1, 2  # FSDPCommContext: all_gather_copy_in_stream, reduce_scatter_stream
 _NO_DTENSORS = ("adafactor",)  # torch 2.13: aten.pow_ on a partial norm raises
-_FLOAT_INPUTS = ("image-classification", "speech-seq2seq", "ctc", "audio-classification", "custom")
-_SMALL_BUFFER = 1024  # elements: rotary frequencies and the like
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +50,8 @@ class Fsdp2Settings:
 
     reshard_after_forward: bool | None = None
     """None: blocks drop their gathered parameters after forward, the root keeps them.  True: all drop.  False: all keep."""
+    root_reshard_after_forward: bool | None = None
+    """The root's own, where it is wrapped with another value than the blocks; None: as above."""
     param_dtype: str | None = None
     """`MixedPrecisionPolicy(param_dtype=...)`: gathered and computed with, so the trace is of this type; None: as stored."""
     reduce_dtype: str | None = None
@@ -160,12 +160,13 @@ class FullyShard(Strategy):
             )
         self._make_groups(trace)
         self._early = _calls_with_input_gradient(trace, self._groups)
-        full = {} if self.from_host else self._move(sim, trace.params)
+        from_host = self.from_host and sim.target != "cpu"  # there nothing is moved
+        full = {} if from_host else self._move(sim, trace.params)
         for slot in trace.buffers:
             sim.place(Component.BUFFER, slot.fqn, slot.shape, slot.dtype)
         offloads = self.settings.cpu_offload
         for group in sorted(self._groups.values(), key=lambda g: depth(g.fqn)):
-            if self.from_host:
+            if from_host:
                 full = self._move(sim, group.params)
             for slot in group.params:
                 shard = sim.place(Component.PARAM, slot.fqn, (self._padded(slot),), self._stored(slot))
@@ -410,7 +411,8 @@ class FullyShard(Strategy):
         for index, module in enumerate(trace.modules):
             params = parts.get(module.fqn)
             if params and (module.fqn in blocks or module.fqn == ROOT):
-                drops = module.fqn != ROOT if reshard is None else reshard
+                own = self.settings.root_reshard_after_forward if module.fqn == ROOT else None
+                drops = own if own is not None else module.fqn != ROOT if reshard is None else reshard
                 group = self._groups[index] = _Group(module.fqn, params, drops)
                 self._group_of.update((p.fqn, group) for p in params)
 
@@ -421,7 +423,11 @@ class FullyShard(Strategy):
         return [p.fqn for p in self._trained(sim)]
 
     def _rule(self, sim: Simulation) -> StepEvents:
-        return sim.optimizer.step([OptimizerTensor(self._shard(p, sim.rank), self._stored(p)) for p in self._trained(sim)])
+        wholes = [OptimizerTensor.of(sim.trace, p) for p in self._trained(sim)]
+        shards = [(self._shard(p, sim.rank), self._stored(p)) for p in self._trained(sim)]
+        return sim.optimizer.step(
+            [replace(whole, shape=shape, dtype=dtype) for whole, (shape, dtype) in zip(wholes, shards, strict=True)]
+        )
 
 
 def _calls_with_input_gradient(trace: StepTrace, modules: Iterable[int]) -> dict[int, int]:
@@ -464,8 +470,7 @@ def _calls_with_input_gradient(trace: StepTrace, modules: Iterable[int]) -> dict
 
 def check(request: Request) -> None:
     settings = _settings(request)
-    if request.precision.endswith("autocast"):
-        raise CannotTell(f"--precision {request.precision} under FSDP2 is not modelled yet. Use bf16-mixed, bf16 or fp32")
+    refuse_two_precisions(request.precision, settings)
     if request.offload and set(request.offload) != {"optimizer", "param"}:
         raise CannotTell(
             f"--offload {'+'.join(request.offload)}: FSDP moves parameters, gradients and the optimizer to the host together. "
@@ -487,7 +492,7 @@ def check(request: Request) -> None:
 def make(request: Request, trace: StepTrace) -> Strategy:
     settings = _settings(request)
     if settings.param_dtype is not None:
-        _must_suit_narrow_trace(request, trace)
+        must_suit_narrow_trace(request.strategy, trace)
     replicas = settings.replicas(request.nodes)
     if request.gpus % replicas:
         raise UserError(f"dp_replicate_size {replicas}: {request.gpus} GPUs do not divide by it", "Choose a divisor")
@@ -514,6 +519,7 @@ def _knobs(settings: FsdpSettings, trace: StepTrace) -> Fsdp2Settings:
         raise UserError(what, "`memplan trace MODEL` lists its modules")
     return Fsdp2Settings(
         reshard_after_forward=settings.reshard_after_forward,
+        root_reshard_after_forward=settings.root_reshard_after_forward,
         param_dtype=settings.param_dtype,
         reduce_dtype=settings.reduce_dtype,
         stored_dtype=settings.stored_dtype or "float32",
@@ -521,16 +527,6 @@ def _knobs(settings: FsdpSettings, trace: StepTrace) -> Fsdp2Settings:
         no_sync=settings.no_sync,
         cpu_offload=settings.cpu_offload,
     )
-
-
-def _must_suit_narrow_trace(request: Request, trace: StepTrace) -> None:
-    """Mixed FSDP2 is simulated with a trace whose tensors are all 16-bit: fp32 inputs and large fp32 buffers would widen it."""
-    wide = [b for b in trace.buffers if b.dtype in ("float32", "bfloat16", "float16") and b.numel > _SMALL_BUFFER]
-    if wide or request.model.task in _FLOAT_INPUTS:
-        what = f"the buffer {wide[0].fqn}" if wide else "the model's floating-point input"
-        raise CannotTell(
-            f"--strategy fsdp2 --precision {request.precision}: {what} stays fp32, which is not modelled yet. Use fp32 or bf16"
-        )
 
 
 def said(request: Request) -> list[str]:

@@ -50,7 +50,8 @@ class SingleDevice(Strategy):
             for event in clip_grad_norm_events([p.shape for p in self._trainable(sim)], sim.target):
                 sim.run_temporary(event, "clip_grad_norm_")
         rule = self._rule(sim)
-        sim.run_optimizer(rule.later if self._steps else rule.first, self._names(sim))
+        names = self._names(sim)
+        sim.run_optimizer(rule.later if self._steps else rule.first, names, drop_grad=lambda i: self._drop(sim, names[i]))
         self._steps += 1
 
     def zero_grad(self, sim: Simulation, set_to_none: bool) -> None:
@@ -67,7 +68,12 @@ class SingleDevice(Strategy):
         return [p.fqn for p in self._trainable(sim)]
 
     def _rule(self, sim: Simulation) -> StepEvents:
-        return sim.optimizer.step([OptimizerTensor(p.shape, p.dtype) for p in self._trainable(sim)])
+        return sim.optimizer.step([OptimizerTensor.of(sim.trace, p) for p in self._trainable(sim)])
+
+    def _drop(self, sim: Simulation, fqn: str) -> None:
+        """The optimizer itself sets `.grad` to None."""
+        if fqn in self._grads:
+            sim.free(self._grads.pop(fqn))
 
 
 def check(request: Request) -> None:

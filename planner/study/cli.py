@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import functools
 import os
 from typing import Any
 
@@ -59,7 +60,8 @@ def run_study(args: argparse.Namespace) -> int:
         return request_from(asked)
 
     with progress(f"recording one step of {args.model}", enabled=not args.json) as say:
-        found = study(((name, lambda s=s, o=o: question(s, o)) for name, s, o in pairs), TraceSource(), say)
+        asked = [(name, functools.partial(question, strategy, offload)) for name, strategy, offload in pairs]
+        found = study(asked, TraceSource(), say)
     if args.json:
         print(json.dumps(found.to_json(), indent=2))
     else:

@@ -57,6 +57,8 @@ MODEL_FLAGS = {"--task", "--set", "--trust-remote-code", "--micro-batch", "--seq
 HARDWARE_FLAGS = {"--gpu", "--gpu-memory", "--gpus", "--nodes", "--host-ram", "--nvme"}
 RUN_FLAGS = {
     "--precision",
+    "--from",
+    "--grad-release",
     "--mode",
     "--method",
     "--strategy",

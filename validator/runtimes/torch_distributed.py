@@ -239,6 +239,8 @@ def _fsdp2(module: Any, parallel: FullyShard, mesh: Any) -> Any:
     names = parallel.block_fqns([(n, type(m).__name__) for n, m in module.named_modules()])
     for fqn in sorted(names, key=lambda name: -name.count(".")):  # a wrapped module takes what its wrapped parts left
         fully_shard(module.get_submodule(fqn), **how)
+    if settings.root_reshard_after_forward is not None:
+        how["reshard_after_forward"] = settings.root_reshard_after_forward
     return fully_shard(module, **how)
 
 
@@ -249,17 +251,18 @@ def _fsdp1(module: Any, parallel: FullySharded) -> Any:
     from ...planner.strategies.fsdp_units import longest_list
 
     settings = parallel.settings
-    names = settings.transformer_layer_cls_to_wrap
-    blocks = {m for n, m in module.named_modules() if n and type(m).__name__ in names}
-    if not names:
+    classes = settings.transformer_layer_cls_to_wrap
+    blocks = {m for n, m in module.named_modules() if n and type(m).__name__ in classes}
+    if not classes:
         listed = longest_list([(n, type(m).__name__) for n, m in module.named_modules()])
         blocks = {module.get_submodule(n) for n in listed}
 
     def policy(module: Any, recurse: bool, nonwrapped_numel: int) -> bool:
         return recurse or module in blocks
 
-    dtypes = (settings.param_dtype, settings.reduce_dtype, settings.buffer_dtype)
-    narrow = MixedPrecision(*(None if d is None else getattr(torch, d) for d in dtypes)) if any(dtypes) else None
+    names = ("param_dtype", "reduce_dtype", "buffer_dtype")
+    dtypes: dict[str, Any] = {n: getattr(torch, d) for n in names if (d := getattr(settings, n)) is not None}
+    narrow = MixedPrecision(**dtypes) if dtypes else None
     ahead = settings.backward_prefetch
     return FullyShardedDataParallel(
         module,

@@ -1,0 +1,236 @@
+"""What a configuration file says, and how it meets the options of the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from ...errors import CannotTell, UserError
+from .text import shown
+
+if TYPE_CHECKING:
+    from ..strategies.fsdp_settings import FsdpSettings
+
+Kind = Literal["deepspeed", "accelerate", "fsdp", "training-arguments"]
+AUTO = "auto"
+
+# Option of `make_request` -> how it is typed.  For messages.
+_FLAGS = {
+    "micro_batch_size": "--micro-batch",
+    "grad_accum_steps": "--grad-accum",
+    "clip_grad_norm": "--clip-grad-norm",
+    "optimizer_impl": "--optimizer-impl",
+    "use_cache": "--use-cache",
+    "compiled": "--compile",
+}
+_TRAINER_MICRO_BATCH = 8  # transformers 5.24, TrainingArguments.per_device_train_batch_size
+
+
+@dataclass(frozen=True)
+class Said:
+    """A value, and the key of the file that says so."""
+
+    value: Any
+    key: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batches:
+    """The three sizes of DeepSpeed's file; None where it says nothing, "auto" where the Trainer fills in."""
+
+    train: int | Literal["auto"] | None = None
+    micro: int | Literal["auto"] | None = None
+    steps: int | Literal["auto"] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Imported:
+    """A file, understood.  Option names are those of `planner.api.make_request`."""
+
+    source: str
+    kind: Kind
+    said: Mapping[str, Said] = field(default_factory=dict)
+    """Option -> what the file states.  An explicit option that says something else is a mistake of the user's."""
+    taken: Mapping[str, Said] = field(default_factory=dict)
+    """Option -> what holds where neither the file nor an explicit option says anything."""
+    denied: Mapping[tuple[str, str], str] = field(default_factory=dict)
+    """(option, value) -> the key of the file that rules it out."""
+    notes: tuple[str, ...] = ()
+    """What was assumed, warned about, or has no effect on memory."""
+    unmodelled: tuple[str, ...] = ()
+    """Why there is no answer, with the key: the file is fine, but memplan has no model for it."""
+    deepspeed: Mapping[str, Any] | None = None
+    """Fields of `DeepSpeedSettings`; None where DeepSpeed is not used."""
+    hidden_size_keys: tuple[str, ...] = ()
+    """Of those, the ones that are "auto" and follow the model's hidden size."""
+    batches: Batches | None = None
+    fsdp: FsdpSettings | None = None
+
+
+def flag(option: str) -> str:
+    """The option as it is typed."""
+    return _FLAGS.get(option, "--" + option.replace("_", "-"))
+
+
+def apply(imported: Imported, options: Mapping[str, Any], config: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The options of `make_request` that the file and the explicit `options` make together.
+
+    `options`: as for `make_request`; None, False and () mean that nothing was said.  `config`: the model's config.json, for
+    what follows its hidden size.  The file's settings come as `deepspeed` (a DeepSpeedSettings) and `fsdp` (an FsdpSettings),
+    what was taken for granted as `notes` (a list of sentences).
+
+    Raises UserError where file and options disagree, naming both; CannotTell for what is not modelled, naming the key.
+    """
+    if imported.unmodelled:
+        raise CannotTell(imported.unmodelled[0])
+    given = {k: v for k, v in options.items() if v is not None and v is not False and v != ()}
+    for option, said in imported.said.items():
+        if option in given and given[option] != said.value:
+            raise _conflict(option, given[option], said, imported.source)
+    for (option, value), key in imported.denied.items():
+        if given.get(option) == value:
+            raise _conflict(option, value, Said(False, key), imported.source)
+    made = dict(options)
+    for option, said in (*imported.taken.items(), *imported.said.items()):
+        if option not in given:
+            made[option] = said.value
+    notes = list(imported.notes)
+    notes += [f"{s.key}: {_option(o, s.value)} is assumed" for o, s in imported.taken.items() if o not in given]
+    if imported.batches is not None:
+        _batches(imported, given, made, notes)
+    if imported.deepspeed is not None:
+        made["deepspeed"] = settings = _settings(imported, config, notes)
+        _must_divide(imported.source, int(made.get("gpus") or 1), settings.zero_hpz_partition_size)
+    if imported.fsdp is not None:
+        made["fsdp"] = _fsdp(imported.fsdp, made.get("precision"))
+    if imported.kind == "training-arguments" and made.get("strategy") is None:
+        made["strategy"] = "ddp" if (made.get("gpus") or 1) > 1 else "single"
+        notes.append(f"neither deepspeed nor fsdp is there: --strategy {made['strategy']}")
+    made["notes"] = [f"{imported.source}: {note}" for note in notes]
+    return made
+
+
+def _conflict(option: str, value: Any, said: Said, source: str) -> UserError:
+    return UserError(
+        f"{_option(option, value)} and {said.key} {shown(said.value)} of {source} do not agree",
+        "Leave the option out, or change the file",
+    )
+
+
+def _option(option: str, value: Any) -> str:
+    """The option with its value, as it is typed."""
+    if isinstance(value, bool):
+        return flag(option) if value else f"no {flag(option)}"
+    return f"{flag(option)} {'+'.join(map(str, value)) if isinstance(value, tuple) else value}"
+
+
+def _settings(imported: Imported, config: Mapping[str, Any] | None, notes: list[str]) -> Any:
+    from ..strategies.deepspeed_settings import DeepSpeedSettings
+
+    fields = dict(imported.deepspeed or {})
+    if imported.hidden_size_keys:
+        width = hidden_size(config)
+        if width is None:
+            raise UserError(
+                f'{imported.source}: zero_optimization.{imported.hidden_size_keys[0]} "auto" follows the hidden size '
+                "of a config, and this model has none",
+                "Write a number there",
+            )
+        filled = {
+            "reduce_bucket_size": width * width,
+            "stage3_prefetch_bucket_size": int(0.9 * width * width),
+            "stage3_param_persistence_threshold": 10 * width,
+        }
+        for key in imported.hidden_size_keys:
+            fields[key] = filled[key]
+            notes.append(f'zero_optimization.{key} "auto" is {filled[key]:,} for a hidden size of {width:,}')
+    return DeepSpeedSettings(**fields)
+
+
+def _fsdp(settings: FsdpSettings, precision: Any) -> FsdpSettings:
+    """With the types of --precision, where the file is silent about them."""
+    from .fsdp_config import with_mixed_precision
+
+    mixed = str(precision or "").removesuffix("-mixed")
+    return with_mixed_precision(settings, mixed) if str(precision).endswith("-mixed") else settings
+
+
+def _must_divide(source: str, gpus: int, group: int) -> None:
+    if group > 1 and gpus % group:
+        raise UserError(
+            f"{source}: zero_optimization.zero_hpz_partition_size {group} does not divide the {gpus} GPUs",
+            "Say how many GPUs with --gpus, or change it",
+        )
+
+
+def hidden_size(config: Mapping[str, Any] | None) -> int | None:
+    """As `HfTrainerDeepSpeedConfig.trainer_config_finalize` finds it (transformers/integrations/deepspeed.py)."""
+    from ...models.overrides import standard
+
+    if not config:
+        return None
+    if isinstance(width := standard(config, "hidden_size"), int):
+        return width
+    try:  # a config.json may leave out what is the family's default, or call it otherwise
+        from transformers import AutoConfig
+
+        made = AutoConfig.for_model(**config)
+    except (ImportError, ValueError, KeyError, TypeError):
+        return None
+    for part in (made, getattr(made, "text_config", None)):
+        width, widths = getattr(part, "hidden_size", None), getattr(part, "hidden_sizes", None)
+        if isinstance(width, int):
+            return width
+        if widths:
+            return int(max(widths))
+    return None
+
+
+def _batches(imported: Imported, given: Mapping[str, Any], made: dict[str, Any], notes: list[str]) -> None:
+    """The rules of `DeepSpeedConfig._set_batch_related_parameters`, with explicit options as the Trainer's arguments."""
+    sizes = imported.batches or Batches()
+    world = int(made.get("gpus") or 1)
+    where = imported.source
+    micro = _explicit(sizes.micro, given.get("micro_batch_size"))
+    steps = _explicit(sizes.steps, given.get("grad_accum_steps"))
+    train = sizes.train if isinstance(sizes.train, int) else None
+    if sizes.micro == AUTO and micro is None and train is None and imported.kind != "accelerate":  # there: the data loader's
+        micro = _TRAINER_MICRO_BATCH
+        notes.append(
+            f'train_micro_batch_size_per_gpu "auto": {micro} is assumed, the default of per_device_train_batch_size; '
+            "say another with --micro-batch"
+        )
+    if sizes.steps == AUTO and steps is None:
+        steps = 1
+        notes.append('gradient_accumulation_steps "auto": 1 is assumed; say another with --grad-accum')
+    if train is None:
+        steps = 1 if steps is None else steps
+    else:
+        micro, steps = _split(train, micro, steps, world, where)
+    if micro is not None:
+        made["micro_batch_size"] = micro
+    elif sizes.micro is None and imported.kind == "deepspeed" and sizes.train is None:
+        raise UserError(
+            f"{where}: neither train_batch_size nor train_micro_batch_size_per_gpu is there",
+            "DeepSpeed needs one of them: write it, or say --micro-batch",
+        )
+    made["grad_accum_steps"] = steps
+
+
+def _explicit(of_file: int | Literal["auto"] | None, of_option: int | None) -> int | None:
+    return of_file if isinstance(of_file, int) else of_option
+
+
+def _split(train: int, micro: int | None, steps: int | None, world: int, where: str) -> tuple[int, int]:
+    """(micro batch, accumulation) of a `train_batch_size`; raises UserError where the three do not multiply."""
+    parts = {"train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": steps}
+    known = " x ".join(f"{value} ({name})" for name, value in parts.items() if value is not None)
+    product = world * (micro or 1) * (steps or 1)
+    exact = micro is not None and steps is not None
+    if train % product or (exact and train != product):
+        whole = f"{known} x {world} GPUs" if known else f"{world} GPUs"
+        relation = f"is not {whole} = {product}" if exact else f"does not divide by {whole}"
+        raise UserError(f"{where}: train_batch_size {train} {relation}", "Say how many GPUs with --gpus, or change one of them")
+    left = train // product
+    return (micro, steps) if micro is not None and steps is not None else (micro or left, steps or (left if micro else 1))

@@ -1,0 +1,136 @@
+"""Validation by another engine than the plain loop: DDP, FSDP, DeepSpeed and zeroth-order training, on this machine's CPU.
+
+torch's fake process group lets a single process be rank r of N: collectives return at once and move nothing, sizes are real.
+Zeroth-order training on several GPUs runs as that many processes over gloo.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ..errors import CannotTell
+from ..planner.strategies import ZEROTH_ORDER
+from .compare import TOLERANCE, Comparison, Row, rows_of
+from .measurement import STEPS, PhaseBytes
+
+if TYPE_CHECKING:
+    from ..planner.request import Request
+    from ..planner.trace.source import TraceSource
+    from ..planner.trace.steptrace import StepTrace
+    from .measurement import Usage
+
+_TORCH = ("ddp", "fsdp1", "fsdp2", "hsdp")
+_FAKE = "one rank of {gpus} runs on the CPU in torch's fake process group"
+_PROVES = "a CPU run proves what the engine allocates and when, not a GPU's kernels"
+
+
+def has_engine(request: Request) -> bool:
+    """Whether `request` runs by an engine of its own instead of the plain loop."""
+    return request.strategy not in ("single", "release") or request.method in ZEROTH_ORDER
+
+
+def run_engine(request: Request, traces: TraceSource, *, tolerance: float | None = None) -> Comparison:
+    """Predicts and runs the rank that the request names, or the most loaded one.  A run that fails is an outcome."""
+    trace = traces.step(request, target="cpu")
+    notes = [*request.defaults, _PROVES]
+    reason, theirs = "", None
+    if request.method in ZEROTH_ORDER:
+        judge = _zeroth_order
+    elif request.strategy in _TORCH:
+        judge = _torch
+        notes.append(_FAKE.format(gpus=request.gpus))
+    else:
+        raise CannotTell(f"--strategy {request.strategy}: no engine here runs it. Use one of {', '.join(_TORCH)}")
+    ours = _predicted(request, trace)
+    try:
+        theirs = judge(request, trace)
+    except (RuntimeError, ValueError, ImportError) as error:
+        reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
+    question = request.as_data()
+    del question["gpu"]  # a CPU run asks nothing of one
+    return Comparison(
+        question=question,
+        device="cpu",
+        tolerance=TOLERANCE["cpu"] if tolerance is None else tolerance,
+        predicted=ours,
+        measured=theirs,
+        rows=(*rows_of(ours, theirs), *_places(ours, theirs)) if theirs else (),
+        reason=reason,
+        notes=tuple(notes),
+        versions=trace.versions,
+    )
+
+
+def _predicted(request: Request, trace: StepTrace) -> Usage:
+    from ..planner.predict import host_needs, ledger_of
+    from .predicted import usage_of
+
+    ledger = ledger_of(request, trace)
+    usage = usage_of(ledger)
+    if request.method not in ZEROTH_ORDER:
+        return usage
+    needs = host_needs(ledger, 1)
+    phases = tuple(_whole_step(usage, step) for step in STEPS if usage.phase("forward", step))
+    host = {"host_pinned_bytes": needs.pinned_reserved_bytes, "host_pageable_bytes": needs.pageable_bytes}
+    return replace(usage, phases=phases, components={}, detail=host)
+
+
+def _whole_step(usage: Usage, step: str) -> PhaseBytes:
+    """Zeroth-order training has no phases but the step itself."""
+    parts = [p for name in ("forward", "step") if (p := usage.phase(name, step))]
+    return PhaseBytes(
+        phase="forward", step=step, peak_bytes=max(p.peak_bytes for p in parts), after_bytes=parts[-1].after_bytes
+    )
+
+
+def _places(ours: Usage, theirs: Usage) -> list[Row]:
+    """Host memory where a plan puts tensors there: pinned as the allocator takes it."""
+    return [
+        Row(
+            what=name.removesuffix("_bytes"),
+            predicted_bytes=ours.detail.get(name, 0),
+            measured_bytes=theirs.detail.get(name, 0),
+        )
+        for name in ("host_pinned_bytes", "host_pageable_bytes")
+        if ours.detail.get(name)
+    ]
+
+
+def _torch(request: Request, trace: StepTrace) -> Usage:
+    from ..planner.strategies import MIXED, make_strategy
+    from .cpu import leaf_outputs
+    from .runtimes import torch_distributed
+
+    strategy = make_strategy(request, trace)
+    rank = getattr(strategy, "rank", request.rank or 0)
+    # the engine casts by itself: the model is made as it is stored
+    built = request.but(precision="fp32") if request.precision in MIXED else request
+    return torch_distributed.measure(built, strategy, leaf_outputs(trace), rank=rank)  # type: ignore[arg-type]
+
+
+def _zeroth_order(request: Request, trace: StepTrace) -> Usage:
+    from ..planner.strategies.zo_settings import ZoSettings
+    from .runtimes.zo.distzo2 import Layout
+    from .runtimes.zo.run import ZoRun, run_zo
+
+    zo = request.zo or ZoSettings()
+    count = zo.offloading_blocks
+    run = ZoRun(
+        model=request.model,
+        method=request.method,  # type: ignore[arg-type]
+        layout=Layout(pert_size=zo.zo_pert, data_size=zo.zo_data, sliced=zo.zo_slice),
+        precision=request.precision,
+        transfer_dtype=zo.host_dtype("float32") if zo.amp else None,  # type: ignore[arg-type]
+        communication="bucket" if zo.bucket else "tensor",
+        offloaded_blocks=None if count == "all" else tuple(range(count)),
+        overlap=zo.overlap,
+        micro_batch_size=request.micro_batch_size,
+        seq_len=request.seq_len,
+        steps=request.loop.iterations,
+        attention=request.attention,  # type: ignore[arg-type]
+        loss=request.loss,  # type: ignore[arg-type]
+        use_cache=request.method == "mezo" and zo.use_cache,
+        frozen=request.frozen,
+    )
+    return run_zo(run).ranks[request.rank or 0].usage()
