@@ -153,3 +153,31 @@ def communicator_bytes(gpus: int) -> int:
 def nccl_figures() -> tuple[Figure, ...]:
     """Published figures about the GPU memory that NCCL takes outside PyTorch's allocator."""
     return tuple(Figure.model_validate(row) for row in _read("links.json")["nccl"])
+
+
+_USUAL = ("dgx", "aws", "azure", "gcp")  # which of several nodes stands for a GPU: NVIDIA's own, then the clouds
+_MANY_GPUS = 4  # more share two sockets
+
+
+def usual_host(device: Device, gpus: int) -> Host:
+    """A node of at least `gpus` of this card: of the catalogue, small and with a known network first; else a plain box."""
+    fitting = [h for h in hosts() if h.gpu == device.key and h.num_gpus >= gpus]
+    if fitting:
+        return min(fitting, key=lambda h: (h.nic is None, h.num_gpus > max(gpus, 8), _preference(h.key), h.num_gpus))
+    direct = device.nvlink is not None and not device.nvlink.pairs_only
+    return Host(
+        key="plain-box",
+        name=f"a plain box of {gpus} {device.name}",
+        gpu=device.key,
+        num_gpus=gpus,
+        vcpus=None,
+        ram_bytes=None,
+        sockets=2 if gpus > _MANY_GPUS else 1,
+        fabric="none" if gpus == 1 else "switch" if direct else "pcie",
+        p2p=not device.name.startswith("GeForce"),
+        sources={"shape": "unverified; no node of this card is in the catalogue"},
+    )
+
+
+def _preference(key: str) -> int:
+    return next((rank for rank, word in enumerate(_USUAL) if key.startswith(word)), len(_USUAL))

@@ -6,7 +6,7 @@ nvlink, c2c, socket, network) and `bytes_per_s`, the rate of one direction.
 
 from __future__ import annotations
 
-from itertools import combinations
+from itertools import combinations, pairwise
 from typing import Any
 
 import networkx as nx
@@ -136,3 +136,25 @@ def _closes(here: str, left: frozenset[str], start: str, near: dict[str, set[str
     if not left:
         return start in near[here]
     return any(_closes(name, left - {name}, start, near) for name in sorted(left & near[here]))
+
+
+def concurrent_host_bytes_per_s(graph: nx.Graph[str], ranks: int) -> int:
+    """What each of the first `ranks` GPUs gets when all copy from (or to) their own socket's memory at once.
+
+    The GPUs that share a PCIe switch share its way up; the smallest share counts.
+    """
+    users: dict[frozenset[str], int] = {}
+    for rank in range(ranks):
+        path = _way_to_host(graph, f"gpu{rank}")
+        for edge in pairwise(path):
+            users[frozenset(edge)] = users.get(frozenset(edge), 0) + 1
+    return min(int(graph.edges[tuple(edge)]["bytes_per_s"] // count) for edge, count in users.items())
+
+
+def _way_to_host(graph: nx.Graph[str], gpu: str) -> list[str]:
+    """From a GPU up through its PCIe switch to the socket above it."""
+    path = [gpu]
+    while graph.nodes[path[-1]]["kind"] != "socket":
+        above = [n for n in graph.neighbors(path[-1]) if graph.nodes[n]["kind"] in ("pcie", "socket") and n not in path]
+        path.append(above[0])
+    return path

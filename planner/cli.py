@@ -15,6 +15,7 @@ from .study import cli as study_cli
 
 if TYPE_CHECKING:
     from .prediction import Prediction
+    from .request import Request
 
 _TRACE_GPU = "a100-80gb"  # a trace needs a card only to know which fused attention kernels it has
 _FIT = """Answers before the run starts: does one training step of MODEL fit on the GPU, where does every byte go, and
@@ -35,6 +36,8 @@ def add_commands(commands: Any) -> None:
         "--no-advice", action="store_true", help="leave out what still fits and what would make it fit (faster)"
     )
     answer.add_argument("--strict", action="store_true", help="a tight fit is a failure: exit code 1")
+    answer.add_argument("--write", metavar="DIR", help="write the files that run it: ds_config.json, accelerate.yaml ...")
+    answer.add_argument("--force", action="store_true", help="with --write: into a folder that is there already")
     answer.add_argument("--json", action="store_true", help="print JSON; sizes in bytes")
     fit.set_defaults(run=run_fit)
 
@@ -63,8 +66,12 @@ def run_fit(args: argparse.Namespace) -> int:
     from .. import __version__
     from .progress import progress
 
+    if args.write:  # said before the work, not after it
+        from .engines.write import check_folder
+
+        check_folder(args.write, force=args.force)
     with progress(f"recording one step of {args.model}", enabled=not args.json) as say:
-        prediction = _predict(args, say)
+        request, prediction = _predict(args, say)
     try:
         if args.json:
             print(json.dumps({"version": __version__, **prediction.to_json()}, indent=2), flush=True)
@@ -74,10 +81,21 @@ def run_fit(args: argparse.Namespace) -> int:
             print_report(prediction)
     except BrokenPipeError:  # `memplan fit ... | head -1`: the exit code still is the answer
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if args.write and prediction.verdict != "unknown":
+        _write(args.write, request, force=args.force)
     return prediction.verdict.exit_code(args.strict)
 
 
-def _predict(args: argparse.Namespace, say: Any) -> Prediction:
+def _write(folder: str, request: Request, *, force: bool) -> None:
+    from .engines.write import write_folder
+
+    files = write_folder(request, folder, force=force)
+    print(f"wrote {folder}: {', '.join(files.texts)}", file=sys.stderr)
+    for note in files.notes:
+        print(f"note: {note}", file=sys.stderr)
+
+
+def _predict(args: argparse.Namespace, say: Any) -> tuple[Request, Prediction]:
     from .predict import predict
     from .trace.source import TraceSource
 
@@ -85,11 +103,11 @@ def _predict(args: argparse.Namespace, say: Any) -> Prediction:
     source = TraceSource()
     prediction = predict(request, source)
     if args.no_advice or prediction.verdict == "unknown":
-        return prediction
+        return request, prediction
     from .advice import advise
 
     say("looking for what still fits" if prediction.fits else "looking for changes that make it fit")
-    return advise(prediction, request, source)
+    return request, advise(prediction, request, source)
 
 
 def run_trace(args: argparse.Namespace) -> int:

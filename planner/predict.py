@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .request import Request
     from .simulate import WorkLog
     from .strategies.base import Strategy
+    from .timeline.step_time import StepTime
     from .trace.source import TraceSource
     from .trace.steptrace import StepTrace
 
@@ -67,6 +68,7 @@ def _answer(request: Request, trace: StepTrace, run: Simulated) -> Prediction:
     if missing and verdict is not Verdict.DOES_NOT_FIT:
         verdict, reason = Verdict.DOES_NOT_FIT, missing
     peak = _moment(ledger, free, free.peak_allocated_event)
+    time, no_time = _time(request, trace, run)
     return Prediction(
         verdict=verdict,
         reason=reason,
@@ -88,10 +90,21 @@ def _answer(request: Request, trace: StepTrace, run: Simulated) -> Prediction:
         failure=failure,
         num_alloc_retries=limited.num_alloc_retries,
         flops_per_step=trace.flops * (request.loop.grad_accum_steps if request.has_backward else request.num_forwards),
+        time=time,
         hints=tuple(run.strategy.hints()),
-        assumptions=tuple(_assumptions(request, trace)),
+        assumptions=(*_assumptions(request, trace), *no_time),
         versions=trace.versions,
     )
+
+
+def _time(request: Request, trace: StepTrace, run: Simulated) -> tuple[StepTime | None, list[str]]:
+    """(time of a step, why there is none)."""
+    from .timeline.step_time import step_time
+
+    try:
+        return step_time(request, trace, run.ledger, run.work), []
+    except CannotTell as error:
+        return None, [f"no step time: {error}"]
 
 
 def unknown(request: Request, reason: str) -> Prediction:
@@ -286,6 +299,11 @@ def _assumptions(request: Request, trace: StepTrace) -> list[str]:
     if request.has_backward:
         said.append(_optimizer_in_words(request, str(trace.options["target"])))
         said += request.loop.assumptions()
+    if request.strategy in ("zero2", "zero3"):
+        from .engines.estimator import estimator, in_words
+
+        if (own := estimator(request, trace)) is not None:
+            said.append(in_words(own))
     device = request.device
     said.append(
         f"{device.name}: torch reports {gib(device.total_bytes)} ({device.total_status}); "

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import enum
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .timeline.step_time import StepTime
 
 
 class Verdict(enum.StrEnum):
@@ -107,6 +110,8 @@ class Prediction:
     failure: Failure | None = None
     num_alloc_retries: int = 0
     flops_per_step: int = 0
+    time: StepTime | None = None
+    """One optimizer step in the steady state; None where it cannot be told."""
     max_micro_batch_size: int | None = None
     max_seq_len: int | None = None
     remedies: tuple[Remedy, ...] = ()

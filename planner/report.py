@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ..units import gib, human
 from .prediction import Verdict
 from .strategies import ZEROTH_ORDER
-from .wording import COMPONENT, PHASE, columns, count, figure, hundredths, op_name, shares
+from .wording import COMPONENT, LANE, PHASE, columns, count, figure, hundredths, op_name, shares
 
 if TYPE_CHECKING:
     from .prediction import Failure, Moment, Prediction
@@ -155,7 +155,30 @@ def _asked(p: Prediction, width: int) -> str:
     if p.flops_per_step:
         unit = "optimizer step" if q["mode"] == "train" else "pass"
         lines.append(("work", f"{count(p.flops_per_step)} floating-point operations in one {unit}"))
+    if p.time is not None:
+        lines.append(("time", _time(p)))
     return "\n".join(line for name, text in lines for line in _named(name, text, width))
+
+
+def _time(p: Prediction) -> str:
+    assert p.time is not None
+    found, many = p.time, "GPUs" if p.question.get("gpus", 1) > 1 else "GPU"
+    what = "samples" if found.counts_samples else "tokens"
+    error = f" (typically within {found.typical_error:.0%})" if found.typical_error else ""
+    each = "step" if p.question["mode"] == "train" else "pass"
+    text = f"about {_seconds(found.seconds)} a {each}, {count(found.tokens_per_s)} {what} a second{error}"
+    return (
+        f"{text}, bound by {LANE.get(found.bound_by, found.bound_by)} of the {many}"
+        if found.bound_by == "compute"
+        else (f"{text}, bound by {LANE.get(found.bound_by, found.bound_by)}")
+    )
+
+
+def _seconds(seconds: float) -> str:
+    """1234.5 -> "20.6 min", 0.01234 -> "12 ms"."""
+    if seconds >= 90:
+        return f"{seconds / 60:.1f} min"
+    return f"{seconds:.2f} s" if seconds >= 0.1 else f"{seconds * 1e3:.3g} ms"
 
 
 def _training(question: dict[str, Any]) -> str:

@@ -39,6 +39,7 @@ class Block:
 _GONE = Block(-1, 0)
 
 
+ARITHMETIC = "arithmetic"  # a pass over parameters that a strategy runs between the ops, in bytes that it reads and writes
 WAIT = "wait"  # the kind of Work that is no work: its stream waits for other work
 
 

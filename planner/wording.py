@@ -29,6 +29,19 @@ PHASE = {
     "save": "saving",
 }
 
+# What bounds a step (lanes of planner.timeline.step_time).
+LANE = {
+    "host": "the CPU that launches the kernels",
+    "compute": "the compute",
+    "nvlink": "NVLink",
+    "pcie": "PCIe between the GPUs",
+    "network": "the network between machines",
+    "h2d": "PCIe copies to the GPU",
+    "d2h": "PCIe copies to the host",
+    "nvme": "NVMe",
+    "cpu_optimizer": "the optimizer on the CPU",
+}
+
 
 def hundredths(num_bytes: int) -> int:
     """`num_bytes` in hundredths of a GiB, rounded: what a figure with two decimals shows."""

@@ -5,12 +5,12 @@ its traces (liangyuwang/distzo2paper at 90a9e90, README.md); what they leave ope
 
 * PertP (`zo_pert=2`): the GPUs of a pair run one forward each, on the same batch; two perturbations a unit, not three.
 * DDP (`zo_data=D`): every group has a batch of its own and the same seed.  2D is both: rank r has sign r % 2 and batch r // 2.
-* slicing (`zo_slice`): of N GPUs each holds and uploads 1/N of every tensor of a block; an all-gather over NVLink makes the
-  block whole on each; each sends its own part back.
+* slicing (`zo_slice`): of N GPUs each holds and uploads 1/N of every block, a slice of the flat block; an all-gather over
+  NVLink makes it whole on each, in place; each sends its own slice back.
 
-Formula: that of ZO2 for the batch of one group; under PertP what a lane holds (hidden states, masks, logits, loss) counts once;
-slicing adds the staging of one share, B / N, to the upload.  On the host every rank has the pinned copies of ZO2, or its N-th
-of them.  What goes between GPUs beside slices is a loss or a projected gradient: 4 bytes a step.
+Formula: that of ZO2 for the batch of one group; under PertP what a lane holds (hidden states, masks, logits, loss) counts once.
+On the host every rank has the pinned copies of ZO2, or one N-th of them, a single pinned tensor for each slice.  What goes
+between GPUs beside slices is a loss or a projected gradient: 4 bytes a step.
 
 Known limits.  Ranks of a pair restore parameters by other sums (+1 -1, and -1 +1), which differ in the last bit; the sources
 leave open who is right, and no memory is counted for it.
@@ -103,7 +103,7 @@ def _check_slicing(request: Request, settings: ZoSettings) -> None:
     if request.nodes > 1:
         raise CannotTell("--zo-slice over several nodes is not modelled. Use one node, or leave it out")
     if settings.bucket:
-        raise CannotTell("--zo-slice with --zo-bucket is not modelled: a block is sliced tensor by tensor. Leave one out")
+        raise CannotTell("--zo-slice with --zo-bucket is not modelled: a slice is of the flat block already. Leave one out")
 
 
 def make(request: Request, trace: StepTrace) -> DistZo2:
@@ -122,7 +122,8 @@ def said(request: Request) -> list[str]:
     if settings.zo_data > 1:
         found.append(f"{settings.zo_data} groups with a micro batch each; rank r has the sign r % {settings.zo_pert}")
     if settings.zo_slice:
-        found.append(f"each GPU holds and uploads 1/{settings.gpus} of every block's tensors and gathers the rest over NVLink")
+        share = f"1/{settings.gpus} of every block, one flat slice"
+        found.append(f"each GPU holds and uploads {share}, and gathers the rest over NVLink")
     elif settings.gpus > 1:
         found.append("each GPU uploads every block by itself, from its own pinned copies")
     return [*found, *said_of_blocks(settings)]

@@ -12,13 +12,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from ..ledger import DEFAULT_STREAM, Component, Tier
-from ..simulate import Block, Simulation
+from ..simulate import ARITHMETIC, Block, Simulation
 from ..trace.block_segments import Piece, num_blocks
 from ..trace.steptrace import ITEMSIZE, Pass, TensorSlot
 from .base import Run, Segment
 from .zo_settings import ZoSettings
 
-ARITHMETIC = "arithmetic"  # kind of work
+_PERTURB_OPS, _UPDATE_OPS = 5, 7  # that the host launches for one parameter: empty, normal_, mul, mul, add_; two more
 UPLOAD_STREAM, OFFLOAD_STREAM, GATHER_STREAM = 1, 2, 3
 LOAD_STREAM = 4  # what is on the GPU before compute has a stream of its own; without overlap there is one stream
 
@@ -33,7 +33,7 @@ def perturb(sim: Simulation, params: Iterable[TensorSlot]) -> int:
     Live at once: z, c * z and c * z * eps, so 3 times the parameter; the last z stays until the next one is drawn.
     Returns its ticket; -1: nothing to do.
     """
-    old, nbytes = None, 0
+    old, nbytes, ops = None, 0, 0
     for param in params:
         if not param.requires_grad:
             continue
@@ -46,9 +46,10 @@ def perturb(sim: Simulation, params: Iterable[TensorSlot]) -> int:
         sim.free(product)
         old = z
         nbytes += _PERTURB_PASSES * param.nbytes
+        ops += _PERTURB_OPS
     if old is not None:
         sim.free(old)
-    return sim.enqueue(ARITHMETIC, nbytes) if nbytes else -1
+    return sim.enqueue(ARITHMETIC, nbytes, ops=ops) if nbytes else -1
 
 
 def update(sim: Simulation, params: Iterable[TensorSlot]) -> int:
@@ -56,7 +57,7 @@ def update(sim: Simulation, params: Iterable[TensorSlot]) -> int:
 
     Live at once: z, both products and their sum, 4 times the parameter.  Returns its ticket; -1: nothing to do.
     """
-    old, nbytes = None, 0
+    old, nbytes, ops = None, 0, 0
     for param in params:
         if not param.requires_grad:
             continue
@@ -72,9 +73,10 @@ def update(sim: Simulation, params: Iterable[TensorSlot]) -> int:
         sim.free(both)
         old = z
         nbytes += _UPDATE_PASSES * param.nbytes
+        ops += _UPDATE_OPS
     if old is not None:
         sim.free(old)
-    return sim.enqueue(ARITHMETIC, nbytes) if nbytes else -1
+    return sim.enqueue(ARITHMETIC, nbytes, ops=ops) if nbytes else -1
 
 
 def _like(sim: Simulation, param: TensorSlot, what: str) -> Block:
@@ -135,11 +137,16 @@ class BlockWalk:
             else:
                 sim.place(kind, slot.fqn, slot.shape, slot.dtype, stream=stream)
                 sim.free(host)
-        if self._settings.amp or self._ways > 1:
+        if self._settings.amp:
             self._narrow_host(sim)
+        if self._ways > 1:
+            for block, held in self._on_host.items():
+                self._on_host[block] = [self._host(sim, self._moved_bytes(block), "")]
+                for gone in held:
+                    sim.free(gone)
 
     def _narrow_host(self, sim: Simulation) -> None:
-        """`init_zo2_amp` casts what stays on the host; under slicing each GPU's process keeps its share only."""
+        """`init_zo2_amp` casts what stays on the host."""
         for block, held in self._on_host.items():
             for place, slot in enumerate(self._slots[block]):
                 held[place], old = self._host(sim, self._host_bytes(slot), slot.fqn), held[place]
@@ -149,8 +156,8 @@ class BlockWalk:
         return sim.alloc(Component.PARAM, nbytes, fqn, "host copy", tier)
 
     def _host_bytes(self, slot: TensorSlot) -> int:
-        """Bytes of a block's tensor on this process's host side."""
-        return -(-slot.numel // self._ways) * ITEMSIZE[self._dtype_on_host(slot)]
+        """Bytes of a block's tensor as the host keeps it."""
+        return slot.numel * ITEMSIZE[self._dtype_on_host(slot)]
 
     def _dtype_on_host(self, slot: TensorSlot) -> str:
         return self._settings.host_dtype(slot.dtype) if slot.dtype == "float32" or not self._settings.amp else slot.dtype
@@ -197,30 +204,37 @@ class BlockWalk:
         if self._settings.bucket:
             self._on_gpu[block] = self._upload_bucket(sim, block, host, stream)
             return
+        if self._ways > 1:
+            self._on_gpu[block] = self._upload_slice(sim, block, host, stream)
+            return
         made = []
         for slot, held in zip(slots, host, strict=True):
             made.append(sim.alloc(Component.OFFLOAD_BUFFER, self._host_bytes(slot), slot.fqn, "uploaded", stream=stream))
             sim.free(held)
-        if self._ways > 1:
-            made = self._gather(sim, block, made)
         if self._settings.amp:
             made = [self._widened(sim, slot, low, stream) for slot, low in zip(slots, made, strict=True)]
         self._on_gpu[block] = made
 
     def _moved_bytes(self, block: int) -> int:
-        return sum(map(self._host_bytes, self._slots[block]))
+        """What this process copies: the block, or its slice of the flat block."""
+        total = sum(map(self._host_bytes, self._slots[block]))
+        return total if self._ways == 1 else -(-total // (self._ways * self._itemsize(block))) * self._itemsize(block)
 
-    def _gather(self, sim: Simulation, block: int, shares: Sequence[Block]) -> list[Block]:
-        """Every GPU's share to every GPU, tensor by tensor; the shares are staging and go then."""
-        whole = []
-        for slot in self._slots[block]:
-            nbytes = self._host_bytes(slot) * self._ways
-            whole.append(sim.alloc(Component.OFFLOAD_BUFFER, nbytes, slot.fqn, "gathered", stream=GATHER_STREAM))
+    def _itemsize(self, block: int) -> int:
+        return ITEMSIZE[self._dtype_on_host(self._slots[block][0])]
+
+    def _upload_slice(self, sim: Simulation, block: int, host: Sequence[Block], stream: int) -> list[Block]:
+        """The slice is copied to its place in the flat block and gathered from there; the tensors are views of it."""
         total = self._moved_bytes(block) * self._ways
-        self._arrived[block] = sim.enqueue("all_gather", total, GATHER_STREAM, (self._arrived[block],))
-        for share in shares:
-            sim.free(share)
-        return whole
+        flat = sim.alloc(Component.OFFLOAD_BUFFER, total, what="gathered block", stream=stream)
+        for held in host:
+            sim.free(held)
+        self._arrived[block] = sim.enqueue("all_gather", total, GATHER_STREAM, (self._arrived[block],), ranks=self._ways)
+        if not self._settings.amp:
+            return [flat]
+        wide = [sim.alloc(Component.OFFLOAD_BUFFER, s.nbytes, s.fqn, "decompressed", stream=stream) for s in self._slots[block]]
+        sim.free(flat)
+        return wide
 
     def _widened(self, sim: Simulation, slot: TensorSlot, low: Block, stream: int) -> Block:
         """`amp_decompress_impl`: one tensor after the other becomes fp32."""
@@ -266,6 +280,16 @@ class BlockWalk:
             joined = sim.alloc(Component.OFFLOAD_BUFFER, total, what="bucket to offload", stream=stream)
             self._on_host[block] = [self._to_host(sim, total, "")]
             sim.free(joined)
+        elif self._ways > 1:
+            size = self._moved_bytes(block)
+            own = (
+                sim.alloc(Component.OFFLOAD_BUFFER, size, what="slice to offload", stream=stream)
+                if self._settings.amp
+                else None
+            )
+            self._on_host[block] = [self._to_host(sim, size, "")]
+            if own is not None:
+                sim.free(own)
         else:
             self._on_host[block] = [self._to_host(sim, self._host_bytes(slot), slot.fqn) for slot in slots]
         for gone in held:

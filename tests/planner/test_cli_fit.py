@@ -46,6 +46,7 @@ KEYS = [
     "failure",
     "num_alloc_retries",
     "flops_per_step",
+    "time",
     "max_micro_batch_size",
     "max_seq_len",
     "remedies",
@@ -130,7 +131,7 @@ def test_a_tight_fit_is_a_failure_only_with_strict(capsys, peaks):
 @pytest.mark.parametrize(
     "words",
     [
-        "--method lora",
+        "--method galore",
         "--strategy ddp --gpus 2 --offload optimizer",
         "--gpus 2",
         "--offload optimizer",

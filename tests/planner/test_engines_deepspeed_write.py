@@ -253,3 +253,28 @@ def _without_code(knobs):
         if (section := getattr(knobs, part)) is not None
     }
     return dataclasses.replace(knobs, zero_init=False, optimizer_groups="one", **parts)
+
+
+@pytest.mark.slow
+def test_the_real_engine_starts_with_what_is_written_and_makes_the_buckets_it_names(tmp_path):
+    pytest.importorskip("deepspeed")
+    from memplan.validator.runtimes.deepspeed import EngineCase, run_cases
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 101}
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_key_value_heads": 2, **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    knobs = [
+        (1, DeepSpeedSettings(reduce_bucket_size=20_000, overlap_comm=True)),
+        (2, DeepSpeedSettings(reduce_bucket_size=20_000, grad_accum_dtype="float32", round_robin_gradients=True)),
+        (3, DeepSpeedSettings(reduce_bucket_size=20_000, sub_group_size=5_000, communication_data_type="float32")),
+        (3, DeepSpeedSettings(reduce_bucket_size=30_000, offload_param=OffloadParam())),
+    ]
+    cases = [
+        EngineCase(reference=str(tmp_path), config=engine_config(settings, stage, "bf16-mixed")) for stage, settings in knobs
+    ]
+
+    at_start = [marks[0].held for marks in run_cases(cases)]
+
+    assert [held.get("comm_buffer", 0) for held in at_start] == [0, 0, 4 * 20_000, 2 * 30_000]  # stage 3 makes it at once
+    assert "pinned param" in at_start[3]
+    assert "param" not in at_start[3]

@@ -379,12 +379,12 @@ def test_slices_divide_the_host_and_the_uploads_by_the_gpus(tmp_path, pert, data
     assert ledger.live_bytes(Tier.HOST_PINNED)[-1] == BLOCKS * W // gpus
 
 
-def test_an_upload_in_slices_holds_its_own_slice_beside_the_blocks(tmp_path):
+def test_an_upload_in_slices_lands_in_its_place_of_the_whole_block(tmp_path):
     ledger, _ = dist(toy(tmp_path), zo_data=4, zo_slice=True)
     rows = ledger.rows()
     buffers = (ledger.delta_bytes[rows] * (ledger.component[rows] == Component.OFFLOAD_BUFFER)).cumsum()
 
-    assert buffers.max() == 2 * W + W // 4
+    assert buffers.max() == 2 * W
 
 
 def test_a_block_in_slices_waits_for_its_gather(tmp_path):

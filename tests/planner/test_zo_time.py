@@ -87,7 +87,7 @@ def test_uploads_of_their_own_hold_four_cards_up_where_slices_do_not():
         for cut in (False, True)
     )
 
-    assert naive.bound_by == "h2d"
+    assert naive.bound_by in ("h2d", "d2h")
     assert sliced.bound_by == "compute"
     assert sliced.busy_s["h2d"] == pytest.approx(naive.busy_s["h2d"] / 4, rel=0.01)
 
