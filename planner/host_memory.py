@@ -14,6 +14,9 @@ import numpy as np
 
 from .ledger import Ledger, Tier
 
+# Buffers of DeepSpeed's swapper: posix_memalign and mlock, by the byte (csrc/aio/py_lib/deepspeed_pin_tensor.cpp, 0.19.8).
+_LOCKED = frozenset({"swap buffer", "swap buffers", "swap space"})
+
 
 def pinned_bytes(nbytes: int) -> int:
     """Bytes that the host allocator takes for a pinned tensor of `nbytes`: the next power of two; 0 for none."""
@@ -27,9 +30,15 @@ def pinned_reserved_bytes(ledger: Ledger) -> np.ndarray:
     waiting: dict[int, int] = defaultdict(int)
     taken = np.zeros(len(rows), np.int64)
     total = 0
-    for position, delta in enumerate(ledger.delta_bytes[rows].tolist()):
+    locked = {number for number, (_, what) in enumerate(ledger.labels) if what in _LOCKED}
+    exact: set[int] = set()  # blocks that the caching allocator knows nothing of
+    columns = (ledger.delta_bytes[rows].tolist(), ledger.block[rows].tolist(), ledger.label[rows].tolist())
+    for position, (delta, block, label) in enumerate(zip(*columns, strict=True)):
         size = pinned_bytes(abs(delta))
-        if delta < 0:
+        if block in exact or (delta > 0 and label in locked):
+            exact.add(block)
+            total += delta
+        elif delta < 0:
             waiting[size] += 1
         elif waiting[size]:
             waiting[size] -= 1

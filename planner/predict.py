@@ -164,11 +164,15 @@ def _optimizer_in_words(request: Request, target: str) -> str:
     return f"{entry.name} of {entry.library} {entry.version}: {entry.summary}"
 
 
+def _is_deepspeeds_own(request: Request) -> bool:
+    """Whether the engine steps with an Adam of its own (ops/adam)."""
+    own = request.optimizer_impl == "default" and request.optimizer in ("adam", "adamw")
+    return own and request.strategy.startswith("zero")
+
+
 def optimizer_impl(request: Request) -> str:
     """The optimizer's implementation: DeepSpeed's own Adam is a fused one (ops/adam/fused_adam.py)."""
-    if request.optimizer_impl == "default" and request.strategy.startswith("zero") and request.optimizer in ("adam", "adamw"):
-        return "fused"
-    return request.optimizer_impl
+    return "fused" if _is_deepspeeds_own(request) else request.optimizer_impl
 
 
 def replay_ledger(
@@ -297,7 +301,8 @@ def _phases(ledger: Ledger, free: ReplayResult) -> dict[str, Moment]:
 def _assumptions(request: Request, trace: StepTrace) -> list[str]:
     said = [*request.defaults, *trace.assumptions, *said_of(request)]
     if request.has_backward:
-        said.append(_optimizer_in_words(request, str(trace.options["target"])))
+        if not _is_deepspeeds_own(request):  # its strategy names it
+            said.append(_optimizer_in_words(request, str(trace.options["target"])))
         said += request.loop.assumptions()
     if request.strategy in ("zero2", "zero3"):
         from .engines.estimator import estimator, in_words

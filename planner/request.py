@@ -36,7 +36,6 @@ DEFAULT_IMAGE_SEQ_LEN = 0
 
 # Words of the command line that this version does not plan yet.  Asking for one is no mistake: the answer is unknown.
 _LATER_METHODS = ("freeze", "galore", "badam", "lomo", "lisa")
-_LATER_STRATEGIES = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +95,7 @@ class Request:
         _one_of("--mode", self.mode, MODES)
         _one_of("--attention", self.attention, ATTENTIONS)
         _one_of("--method", self.method, METHODS, _LATER_METHODS)
-        _one_of("--strategy", self.strategy, STRATEGIES, _LATER_STRATEGIES)
+        _one_of("--strategy", self.strategy, STRATEGIES)
         recompute_parts(self.recompute)
         _one_of("--loss", self.loss, LOSSES)
         self._check_adapter()

@@ -6,6 +6,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UserError
+from ..files import write_for_user
 from ..planner.options import add_model_options, add_run_options, add_scale_options
 from . import accuracy_cli
 
@@ -49,8 +50,9 @@ def add_commands(commands: Any) -> None:
     many = parser.add_argument_group("many models at once, on the CPU")
     many.add_argument(
         "--suite",
-        choices=("zoo", "types"),
-        help="zoo: every architecture of memplan's zoo, run for real; types: every model type of transformers, traced only",
+        choices=("zoo", "types", "zero"),
+        help="zoo: every architecture of memplan's zoo, run for real; types: every model type of transformers, traced only; "
+        "zero: ZeRO's stages and offload, by the real DeepSpeed engine",
     )
     many.add_argument("--only", metavar="NAME,...", help="these models of the suite (default: all)")
     many.add_argument("--jobs", type=int, metavar="N", help="models at once (default: one a core, 4 at most)")
@@ -99,6 +101,8 @@ def _run_suite(args: argparse.Namespace) -> int:
     if args.jobs is not None and args.jobs < 1:
         raise UserError(f"--jobs {args.jobs}: must be 1 or more", "Leave it out for the default")
     _check_timeout(args.timeout)
+    if args.suite == "zero":
+        return _run_zero(args)
     result = run_suite(
         args.suite,
         only=[name for name in (args.only or "").split(",") if name],
@@ -116,6 +120,28 @@ def _run_suite(args: argparse.Namespace) -> int:
     else:
         print(result)
     return result.exit_code
+
+
+def _run_zero(args: argparse.Namespace) -> int:
+    """Every number of every configuration, predicted and measured; 1 when one is not right."""
+    import json
+    import sys
+
+    from .zero_cases import CASES
+    from .zero_suite import page, render, run
+
+    wanted = [name for name in (args.only or "").split(",") if name]
+    chosen = [case for case in CASES if not wanted or any(name in case.name for name in wanted)]
+    if not chosen:
+        raise UserError(f"--only {args.only}: no configuration has that in its name", "Leave it out for all")
+    rows = run(chosen, lambda line: print(line, file=sys.stderr, flush=True))
+    if args.write is not None:
+        write_for_user(args.write, page(rows))
+    if args.json:
+        print(json.dumps({"rows": [{**vars(row), "ratio": row.ratio, "right": row.is_right} for row in rows]}, indent=2))
+    else:
+        print(render(rows))
+    return int(any(not row.is_right for row in rows))
 
 
 def _check_timeout(timeout_s: float | None) -> None:

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ...errors import UserError
+from ...models.adapters import AdapterSettings, library_versions
 
 PARAM_DTYPE = {
     "fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "bf16-autocast": "float32", "fp16-autocast": "float32",
@@ -104,14 +105,18 @@ class TraceOptions:
     """The model builds a key-value cache while it trains, as its config asks; transformers' Trainer switches it off."""
     loss: str = "model"
     """model: the model's own; plain: cross-entropy on the logits as they are; chunked: head and loss in chunks of tokens."""
+    autocast_cache: bool = True
+    """autocast keeps the casts of parameters to the end of the step; it keeps none of views, as FSDP1's parameters are."""
     target_len: int | None = None
     image_size: int | None = None
     frozen: tuple[str, ...] = ()
     """Prefixes of parameter names that do not train."""
+    adapter: AdapterSettings | None = None
+    """What trains instead of the model's own weights."""
 
     def as_data(self) -> dict[str, Any]:
-        """As JSON data."""
-        return {**asdict(self), "frozen": list(self.frozen)}
+        """As JSON data; with an adapter also the versions of the libraries that its modules come from."""
+        return {**asdict(self), "frozen": list(self.frozen), "libraries": library_versions(self.adapter)}
 
 
 def recompute_parts(text: str) -> tuple[str, int, tuple[str, ...]]:

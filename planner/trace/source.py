@@ -175,7 +175,9 @@ def trace_options(request: Request, target: str = "cuda") -> TraceOptions:
         sdpa=SdpaClass.of(request.device.compute_capability),
         use_cache=request.use_cache,
         loss=request.loss,
+        autocast_cache=not (request.strategy == "fsdp1" and request.precision.endswith("-autocast")),
         target_len=request.target_len,
         image_size=request.image_size,
         frozen=request.frozen,
+        adapter=request.adapter_settings,
     )

@@ -115,7 +115,9 @@ def _record(
     batch = _batch(built, options, fake_mode)
     recorder = Recorder(module, fake_mode, storage_bytes=choices.storage_bytes, with_graph=with_graph)
     dtype = AUTOCAST_DTYPE.get(options.precision)
-    autocast = torch.autocast("cpu", dtype=getattr(torch, dtype)) if dtype else contextlib.nullcontext()
+    autocast: Any = contextlib.nullcontext()
+    if dtype:
+        autocast = torch.autocast("cpu", dtype=getattr(torch, dtype), cache_enabled=options.autocast_cache)
     grad = torch.no_grad() if options.mode == "inference" else contextlib.nullcontext()
     try:
         with recorder, _casts_die_in_order(recorder):

@@ -107,7 +107,6 @@ def test_16_bit_weights_under_deepspeed_have_fp32_masters_unless_said_otherwise(
         ({"gpus": 2}, "--strategy single"),
         ({"gpus": 2, "strategy": "zero2", "precision": "bf16"}, "fp32 masters"),
         ({"gpus": 2, "strategy": "ddp", "precision": "bf16-mixed"}, "no fp32 masters"),
-        ({"gpus": 2, "strategy": "fsdp2", "precision": "bf16-autocast"}, "FSDP2"),
         ({"gpus": 2, "strategy": "zero1", "precision": "fp32", "mode": "inference"}, "--mode train"),
     ],
 )

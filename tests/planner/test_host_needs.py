@@ -34,3 +34,14 @@ def test_a_machine_holds_every_rank_at_the_moment_that_takes_most():
     assert (needs.pageable_bytes, needs.pinned_reserved_bytes) == (100, 128)
     assert needs.node_bytes == 4 * (128 + 50)
     assert (needs.nvme_bytes, needs.node_nvme_bytes) == (7, 28)
+
+
+def test_the_swappers_buffers_are_locked_by_the_byte():
+    builder = LedgerBuilder()
+    buffers = builder.alloc(5 * KIB, Component.OFFLOAD_BUFFER, "swap buffers", Tier.HOST_PINNED)
+    builder.alloc(3 * KIB, Component.OFFLOAD_BUFFER, "gradients", Tier.HOST_PINNED)
+    builder.free(buffers, "free")
+    needs = host_needs(builder.finish(lambda key: ("", key)), 1)
+
+    assert needs.node_bytes == 9 * KIB
+    assert needs.pinned_reserved_bytes == 4 * KIB

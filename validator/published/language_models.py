@@ -119,12 +119,22 @@ def _widened_loss(logits: Tensor, labels: Tensor, loss: Loss) -> Tensor:
 
 
 def _fused_linear(model: nn.Module, batch: Mapping[str, Any], loss: Loss) -> Tensor:
-    """Liger's head and loss: the logits never exist as a whole."""
-    trunk, head = model.base_model, model.get_output_embeddings()  # type: ignore[operator]
-    hidden = trunk(**_without_labels(batch)).last_hidden_state  # type: ignore[operator]
-    hidden = hidden[..., :-1, :].contiguous()
-    target = batch["labels"][..., 1:].contiguous().view(-1)
-    return _FusedLinear.apply(hidden.view(-1, hidden.size(-1)), head.weight, target)
+    """Liger's head and loss, in the model's own forward (`_with_fused_head`)."""
+    found: Tensor = model(**batch)
+    return found
+
+
+def _with_fused_head(model: nn.Module) -> None:
+    """Replaces the forward as Liger does (transformers/model/llama.py, `lce_forward`): the logits never exist as a whole."""
+
+    def forward(labels: Tensor, **batch: Any) -> Tensor:
+        trunk, head = model.base_model, model.get_output_embeddings()  # type: ignore[operator]
+        hidden = trunk(**batch).last_hidden_state  # type: ignore[operator]
+        hidden = hidden[..., :-1, :].contiguous()
+        target = labels[..., 1:].contiguous().view(-1)
+        return _FusedLinear.apply(hidden.view(-1, hidden.size(-1)), head.weight, target)
+
+    model.forward = forward
 
 
 def _without_labels(batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -149,6 +159,8 @@ def build(config: Mapping[str, Any], logits: str, kernel: str = "plain", attenti
     """
     spec = ModelSpec(name=str(config["model_type"]), source="folder", task="causal-lm", config=dict(config))
     built = build_model(spec, dtype=torch.float32, attention=attention)
+    if logits == "never":
+        _with_fused_head(built.module)
     cache: list[Tensor] = []
 
     def keep(module: nn.Module, args: Any, output: Tensor) -> None:

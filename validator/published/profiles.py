@@ -91,8 +91,8 @@ PROFILES: dict[str, Profile] = {
     "cs336-ctknight": Profile(stated="cs336_systems/benchmarking.py: forward under no_grad, in eval mode"),
     "cs336-wedsonlin": Profile(
         stated="cs336_systems/nsys_profile.py: the recorded step follows five others; its names keep logits and loss to the "
-        "end; cs336-basics: the course's edition of 2026.  Two GPUs: sharded_optimizer.py (the first step, a function makes the "
-        "loss) and ddp.py (`OptimizedDDP` averages each gradient where it lies)",
+        "end; cs336-basics: the course's edition of 2026.  Two GPUs: sharded_optimizer.py (the first step, a function makes "
+        "the loss) and ddp.py (`OptimizedDDP` averages each gradient where it lies)",
         loop={"zero_grad": "after-step", "keep_outputs": True},
         build={"edition": 2026, "loss": "by-hand"},
         forward_only={"loss": "none", "inference_mode": True},
@@ -113,9 +113,11 @@ PROFILES: dict[str, Profile] = {
     ),
     "universal-llm-trainer": Profile(
         stated="src/models/llama3.py, forward: cross entropy of the 16-bit logits without their last token, which are deleted "
-        "before backward (del_logits_after_forward); src/trainer/trainer.py, optimizer_step: clips at 10.0, zero_grad after it",
+        "before backward (del_logits_after_forward); src/trainer/trainer.py, optimizer_step: clips at 10.0, zero_grad after "
+        "it; src/trainer/build.py, get_wrapped_model, and config/llm_llama2_full_fsdp.yaml: units by size, no no_sync anywhere",
         loop={"clip_grad_norm": True},
         logits="shifted-narrow",
+        fsdp={"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 10_000, "no_sync": False},
     ),
     "peft": Profile(
         stated="the table of README.md is of December 2022 (commit 5de175184), when torch was 1.13",

@@ -161,7 +161,14 @@ def build(
     if recompute not in RECOMPUTES:
         raise ValueError(f"recompute {recompute!r}: expected one of {', '.join(RECOMPUTES)}")
     module = Transformer(
-        vocab_size, hidden_size, intermediate_size, num_hidden_layers, num_attention_heads, num_key_value_heads, seq_len, recompute
+        vocab_size,
+        hidden_size,
+        intermediate_size,
+        num_hidden_layers,
+        num_attention_heads,
+        num_key_value_heads,
+        seq_len,
+        recompute,
     )
 
     def batch(batch_size: int, seq_len: int) -> dict[str, Tensor]:
