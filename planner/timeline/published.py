@@ -28,6 +28,7 @@ _PRECISION = {"bf16": "bf16", "bf16-pure": "bf16", "bf16-amp": "bf16", "fp16-amp
 _OFFLOAD: dict[str, tuple[str, ...]] = {
     "none": (), "optimizer-cpu": ("optimizer",), "params+optimizer-cpu": ("optimizer", "param"),
 }  # fmt: skip
+_OWN_KERNELS = ("llm.c",)  # which fuse attention and do not say so
 _RECOMPUTE = {"none": "none", "full": "full", "selective-op": "selective-op"}
 _CATALOGUE = {
     "bert-base-uncased": "bert-base-uncased", "bert-large-uncased": "bert-large-uncased", "resnet50": "microsoft/resnet-50",
@@ -142,8 +143,8 @@ def _refuse(row: Mapping[str, Any]) -> None:
 
 
 def _is_unfused(row: Mapping[str, Any]) -> bool:
-    """Megatron and NVIDIA's BERT of those years ran attention as products and a softmax."""
-    return row["model"]["family"] == "bert" or str(row["framework"]).startswith("megatron")
+    """Attention as products and a softmax: transformers, Megatron and NVIDIA's BERT until 2023, which say nothing about it."""
+    return row.get("attention") is None and row["model"]["family"] != "resnet" and row["framework"] not in _OWN_KERNELS
 
 
 def spec_of(row: Mapping[str, Any]) -> ModelSpec:
@@ -162,9 +163,10 @@ def spec_of(row: Mapping[str, Any]) -> ModelSpec:
     # a decoder with learned positions, tied embeddings and GELU: GPT-2's, which is also MPT's but for the biases
     gpt2 = {
         "model_type": "gpt2", "n_embd": config["d_model"], "n_layer": config["n_layers"], "n_head": config["n_heads"],
-        "vocab_size": config["vocab_size"], "n_positions": positions, "activation_function": "gelu", "resid_pdrop": 0.0,
-        "embd_pdrop": 0.0, "attn_pdrop": 0.0,
+        "vocab_size": config["vocab_size"], "n_positions": positions,
     }  # fmt: skip
+    if not str(row["framework"]).startswith("transformers"):  # there with dropout, and GELU by its parts
+        gpt2 |= {"activation_function": "gelu", "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     return ModelSpec(
         name=name, source="catalogue", task="causal-lm", config=gpt2, max_seq_len=positions, stored_dtype="bfloat16"
     )
