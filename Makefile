@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALL := DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 TYPED := -p memplan.hardware -p memplan.models -p memplan.planner -p memplan.validator \
-	-m memplan -m memplan.__main__ -m memplan.errors -m memplan.files -m memplan.units
+	-m memplan -m memplan.__main__ -m memplan.errors -m memplan.files -m memplan.units -m memplan.version
 
 .PHONY: help demo test check fix bench gpu-check clean
 

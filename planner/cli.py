@@ -63,7 +63,7 @@ def run_fit(args: argparse.Namespace) -> int:
     """Prints the answer; 0 fits, 1 does not fit (or tight, with --strict), 2 cannot tell."""
     import json
 
-    from .. import __version__
+    from ..version import __version__
     from .progress import progress
 
     if args.write:  # said before the work, not after it

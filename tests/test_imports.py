@@ -75,7 +75,7 @@ def test_the_check_of_directions_can_fail(tmp_path):
     package = tmp_path / "path" / "memplan"
     for part in PARTS:
         shutil.copytree(ROOT / part, package / part, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("__init__.py", "__main__.py", "errors.py", "files.py", "units.py", "pyproject.toml"):
+    for name in ("__init__.py", "__main__.py", "errors.py", "files.py", "units.py", "version.py", "pyproject.toml"):
         shutil.copy(ROOT / name, package)
     (package / "hardware" / "upwards.py").write_text("from .. import planner\n")
 

@@ -78,9 +78,9 @@ def run_validate(args: argparse.Namespace) -> int:
         return 0
     comparison = _compare(args)
     if args.json:
-        from importlib.metadata import version
+        from ..version import __version__
 
-        print(json.dumps({"version": version("memplan"), **comparison.to_json()}, indent=2))
+        print(json.dumps({"version": __version__, **comparison.to_json()}, indent=2))
     else:
         print(comparison)
     return comparison.exit_code
@@ -114,9 +114,9 @@ def _run_suite(args: argparse.Namespace) -> int:
     if args.write is not None:
         write_section(result, args.write)
     if args.json:
-        from importlib.metadata import version
+        from ..version import __version__
 
-        print(json.dumps({"version": version("memplan"), **result.to_json()}, indent=2))
+        print(json.dumps({"version": __version__, **result.to_json()}, indent=2))
     else:
         print(result)
     return result.exit_code
