@@ -2,61 +2,188 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ...errors import CannotTell
-from .deepspeed_settings import DeepSpeedSettings
+from ...errors import CannotTell, UserError
+from . import MIXED
+from .deepspeed_settings import DeepSpeedSettings, OffloadDevice, OffloadOptimizer, OffloadParam
 
 if TYPE_CHECKING:
     from ..request import Request
     from ..trace.steptrace import StepTrace
     from .base import Strategy
 
+_PARTITIONS_PARAMS = 3  # the stage
 _PRECISIONS = ("fp32", "bf16-mixed", "fp16-mixed")
 
 
 def check(request: Request) -> None:
-    """Raises CannotTell for what DeepSpeed refuses or this planner does not model."""
+    """Raises UserError for what DeepSpeed refuses, CannotTell for what is not modelled; both name the JSON's key."""
     if request.precision not in _PRECISIONS:
         raise CannotTell(f"--precision {request.precision}: DeepSpeed keeps fp32 masters. Use {', '.join(_PRECISIONS)}")
-    if request.offload:
-        raise CannotTell(f"--offload {'+'.join(request.offload)}: moving tensors to the host is not modelled yet. Leave it out")
+    stage = int(request.strategy[-1])
+    settings = settings_of(request)
+    _check_offload(stage, settings)
+    _check_knobs(stage, settings, MIXED.get(request.precision, "float32"))
+    ranks = settings.zero_hpz_partition_size
+    if stage == _PARTITIONS_PARAMS and request.gpus % ranks:
+        raise UserError(
+            f"zero_optimization.zero_hpz_partition_size {ranks}: {request.gpus} GPUs do not divide by it",
+            "Take the number of GPUs of one machine",
+        )
+
+
+def _check_offload(stage: int, settings: DeepSpeedSettings) -> None:
+    optimizer, param = settings.offload_optimizer, settings.offload_param
+    if param is not None and stage < _PARTITIONS_PARAMS:
+        raise UserError(f"zero_optimization.offload_param at stage {stage}: parameters are whole there", "Use --strategy zero3")
+    if optimizer is None:
+        return
+    if stage == 0:
+        raise UserError(
+            "zero_optimization.offload_optimizer at stage 0: nothing is offloaded there", "Use --strategy zero1 to zero3"
+        )
+    if optimizer.ratio != 1 and stage < _PARTITIONS_PARAMS:
+        raise UserError(
+            f"zero_optimization.offload_optimizer.ratio {optimizer.ratio} at stage {stage}: DeepSpeed refuses it",
+            "Leave it out, or use --strategy zero3",
+        )
+    if optimizer.fast_init:
+        raise CannotTell("zero_optimization.offload_optimizer.fast_init is not modelled yet. Leave it out")
+
+
+def _check_knobs(stage: int, settings: DeepSpeedSettings, dtype: str) -> None:
+    shards = stage == _PARTITIONS_PARAMS
+    said = [
+        (
+            "bf16.bf16_master_weights_and_grads with an optimizer on NVMe",
+            settings.bf16_master_weights_and_grads
+            and settings.offload_optimizer is not None
+            and settings.offload_optimizer.device == "nvme",
+        ),
+        (
+            "zero_optimization.memory_efficient_linear: false",
+            shards and not settings.memory_efficient_linear,
+        ),
+        (
+            "zero_optimization.contiguous_gradients: false with overlap_comm",
+            stage in (1, 2) and not settings.contiguous_gradients and settings.overlaps(stage),
+        ),
+        (
+            f"data_types.grad_accum_dtype {settings.grad_accum_dtype} with a {dtype} model",
+            (settings.grad_accum_dtype or dtype) not in (dtype, "float32"),
+        ),
+    ]
+    for key, is_asked in said:
+        if is_asked:
+            raise CannotTell(f"{key} is not modelled yet. Leave it out")
+    _check_masters(stage, settings, dtype)
+    if stage == 0 and (settings.grad_accum_dtype or dtype) != dtype:
+        raise UserError(
+            f"data_types.grad_accum_dtype {settings.grad_accum_dtype} at stage 0: DeepSpeed refuses it with a {dtype} model",
+            "Leave it out, or use --strategy zero1 to zero3",
+        )
+
+
+def _check_masters(stage: int, settings: DeepSpeedSettings, dtype: str) -> None:
+    """base_optimizer.py, `_configure_master_weights`."""
+    masters, states = settings.bf16_master_weights_and_grads, settings.bf16_optimizer_states
+    if states and not masters:
+        raise UserError("bf16.bf16_optimizer_states without bf16_master_weights_and_grads: DeepSpeed refuses it", "Set both")
+    if masters and (stage == 0 or dtype != "bfloat16"):
+        raise CannotTell(
+            f"bf16.bf16_master_weights_and_grads at stage {stage} with a {dtype} model is not modelled. Leave it out"
+        )
+    if masters and not states and settings.offload_optimizer is None:
+        raise UserError(
+            "bf16.bf16_master_weights_and_grads with fp32 states on the GPU: DeepSpeed refuses it",
+            "Set bf16_optimizer_states as well, or offload the optimizer",
+        )
 
 
 def make(request: Request, trace: StepTrace) -> Strategy:
-    settings = request.deepspeed or DeepSpeedSettings()
-    gpus = request.gpus
-    if request.strategy == "zero3":
-        from .zero3 import Zero3, Zero3Options
-
-        return Zero3(
-            gpus,
-            request.rank or 0,
-            Zero3Options(
-                reduce_bucket_size=settings.reduce_bucket_size,
-                overlap_comm=settings.overlaps(3),
-                grad_accum_dtype=settings.grad_accum_dtype,
-                sub_group_size=settings.sub_group_size,
-                stage3_prefetch_bucket_size=settings.stage3_prefetch_bucket_size,
-                stage3_max_live_parameters=settings.stage3_max_live_parameters,
-                stage3_max_reuse_distance=settings.stage3_max_reuse_distance,
-                stage3_param_persistence_threshold=settings.stage3_param_persistence_threshold,
-                stage3_model_persistence_threshold=settings.stage3_model_persistence_threshold,
-            ),
-        )
-    from .flat import heaviest_rank
-    from .zero12 import Zero1, Zero2, ZeroOptions
-
-    rank = heaviest_rank(trace, gpus) if request.rank is None else request.rank
-    stage = 1 if request.strategy == "zero1" else 2
-    options = ZeroOptions(
-        reduce_bucket_size=settings.reduce_bucket_size,
-        overlap_comm=settings.overlaps(stage),
-        grad_accum_dtype=settings.grad_accum_dtype,
+    settings = settings_of(request)
+    return strategy_of(
+        int(request.strategy[-1]),
+        settings,
+        trace,
+        request.gpus,
+        request.rank,
+        own_adam=_steps_by_itself(request, settings),
+        total_bytes=request.device.total_bytes,
     )
-    return (Zero1 if stage == 1 else Zero2)(gpus, rank, options)
+
+
+def _steps_by_itself(request: Request, settings: DeepSpeedSettings) -> bool:
+    """Whether the optimizer is DeepSpeed's own Adam.  Offloading takes it unless it is told not to."""
+    forced = settings.offload_optimizer is not None and settings.zero_force_ds_cpu_optimizer
+    return request.optimizer in ("adam", "adamw") and (request.optimizer_impl == "default" or forced)
+
+
+def settings_of(request: Request) -> DeepSpeedSettings:
+    """The knobs of the question; `--offload` fills in DeepSpeed's defaults where they do not say what is offloaded."""
+    settings = request.deepspeed or DeepSpeedSettings()
+    optimizer, param = settings.offload_optimizer, settings.offload_param
+    if optimizer is None and (device := _device_of("optimizer", request.offload)):
+        optimizer = OffloadOptimizer(device=device)
+    if param is None and (device := _device_of("param", request.offload)):
+        param = OffloadParam(device=device)
+    return replace(settings, offload_optimizer=optimizer, offload_param=param)
+
+
+def _device_of(part: str, offload: tuple[str, ...]) -> OffloadDevice | None:
+    return "nvme" if f"{part}:nvme" in offload else "cpu" if part in offload else None
+
+
+def strategy_of(
+    stage: int,
+    settings: DeepSpeedSettings,
+    trace: StepTrace,
+    world_size: int,
+    rank: int | None,
+    *,
+    own_adam: bool,
+    total_bytes: int | None = None,
+) -> Strategy:
+    """The strategy of one rank; None: the most loaded one.
+
+    `own_adam`: the optimizer is DeepSpeed's own, FusedAdam or on the host DeepSpeedCPUAdam; else the simulation's rule.
+    `total_bytes`: of the GPU; None: enough for everything.
+    """
+    if stage == 3:
+        from .zero3 import Zero3
+
+        return Zero3(world_size, rank or 0, settings, own_adam=own_adam)
+    if stage == 0:
+        from .zero0 import Zero0
+
+        return Zero0(world_size, rank or 0, settings, own_adam=own_adam)
+    dtypes = {p.dtype for p in trace.params}
+    if stage == 1 and settings.offload_optimizer is None and (dtypes, settings.grad_accum_dtype) == ({"bfloat16"}, "float32"):
+        from .zero_bf16 import Bf16Optimizer
+
+        return Bf16Optimizer(world_size, rank or 0, settings, own_adam=own_adam)
+    from .flat import heaviest_rank
+    from .zero12 import Zero1, Zero2
+
+    if rank is None:
+        rank = heaviest_rank(trace, world_size, settings.optimizer_groups, reorders=settings.round_robin_gradients)
+    return (Zero1 if stage == 1 else Zero2)(world_size, rank, settings, own_adam=own_adam, total_bytes=total_bytes)
 
 
 def said(request: Request) -> list[str]:
+    settings = settings_of(request)
     knobs = "its default knobs" if request.deepspeed is None else "the knobs of your configuration"
-    return [f"DeepSpeed 0.19 ZeRO-{request.strategy[-1]} with {knobs}, no offload, FusedAdam"]
+    parts = [
+        f"{name} on {'NVMe' if part.device == 'nvme' else 'the host'}"
+        for name, part in (("optimizer", settings.offload_optimizer), ("parameters", settings.offload_param))
+        if part is not None
+    ]
+    adam = "DeepSpeedCPUAdam" if settings.offload_optimizer is not None else "FusedAdam"
+    steps = adam if _steps_by_itself(request, settings) else f"{request.optimizer} of torch"
+    found = [f"DeepSpeed 0.19 ZeRO-{request.strategy[-1]} with {knobs}, {' and '.join(parts) or 'no offload'}, {steps}"]
+    optimizer = settings.offload_optimizer
+    if optimizer is not None and optimizer.device == "nvme" and int(request.strategy[-1]) < _PARTITIONS_PARAMS:
+        found.append("below stage 3 DeepSpeed keeps in host memory what it is asked to put on NVMe")
+    return found

@@ -70,6 +70,12 @@ class DeepSpeedSettings:
     """float32 | bfloat16 | float16; None: the model's."""
     bf16_master_weights_and_grads: bool = False
     bf16_optimizer_states: bool = False
+    zero_force_ds_cpu_optimizer: bool = True
+    """With an offloaded optimizer: Adam is `DeepSpeedCPUAdam`, not torch's."""
+    aio_block_size: int = 1_048_576
+    """`aio.block_size`, bytes: smaller tensors are not swapped to NVMe."""
+    aio_intra_op_parallelism: int = 1
+    """`aio.intra_op_parallelism`: threads of one read or write; swapped tensors are padded for them."""
     zero_init: bool = False
     """The model is made under `deepspeed.zero.Init` (or transformers' `HfDeepSpeedConfig`): it never is whole on a device."""
     optimizer_groups: Literal["one", "decay"] = "one"

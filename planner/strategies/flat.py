@@ -7,12 +7,13 @@ elements; all padding lies at the end.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...errors import UserError
 from ..trace.steptrace import StepTrace, TensorSlot
 
+_NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 _ALIGNMENT = 2  # elements; `nccl_start_alignment_factor`: 4 bytes of a 16-bit dtype
 
 
@@ -56,6 +57,11 @@ class FlatGroup:
         return self.partition - sum(inside for _, inside in self.kept())
 
 
+def round_robin(params: Sequence[TensorSlot], world_size: int) -> list[TensorSlot]:
+    """`_round_robin_reorder`: every N-th parameter becomes a neighbour, so that neighbours belong to different ranks."""
+    return [param for start in range(world_size) for param in params[start::world_size]]
+
+
 def flat_group(params: Sequence[TensorSlot], world_size: int, rank: int) -> FlatGroup:
     """`params` in the optimizer's order, cut among `world_size` ranks."""
     starts, position = [], 0
@@ -67,28 +73,30 @@ def flat_group(params: Sequence[TensorSlot], world_size: int, rank: int) -> Flat
     return FlatGroup(tuple(params), tuple(starts), length, length // world_size, rank)
 
 
-def optimizer_groups(trace: StepTrace, groups: Sequence[Sequence[str]]) -> list[list[TensorSlot]]:
-    """The trainable parameters by optimizer group.  `groups` names them; empty: one group, in the model's order.
+def optimizer_groups(trace: StepTrace, groups: str) -> list[list[TensorSlot]]:
+    """The trainable parameters by optimizer group, in the order of the model.
 
-    Raises UserError for a name that is no trainable parameter.  Trainable parameters without gradient are part of it: ZeRO
-    flattens them like the others.
+    `groups`: one; or decay, the two that transformers' Trainer makes: without weight decay go biases, and what its name or its
+    class calls a norm (transformers 5, trainer.py, `get_decay_parameter_names`; a subclass of LayerNorm is not told apart).
+    Trainable parameters without gradient are part of it: ZeRO flattens them like the others.
     """
-    trainable = {p.fqn: p for p in trace.params if p.requires_grad}
-    if not groups:
-        return [list(trainable.values())]
-    for name in (name for group in groups for name in group):
-        if name not in trainable:
-            raise UserError(f"optimizer groups: {name!r} is no trainable parameter of {trace.name}", "Check its name")
-    return [[trainable[name] for name in group] for group in groups if group]
+    trainable = [p for p in trace.params if p.requires_grad]
+    if groups == "one":
+        return [trainable]
+    kept = [p for p in trainable if trace.modules[p.module].class_name == "LayerNorm" or _NO_DECAY.search(p.fqn.lower())]
+    names = {p.fqn for p in kept}
+    return [group for group in ([p for p in trainable if p.fqn not in names], kept) if group]
 
 
-def heaviest_rank(trace: StepTrace, world_size: int, groups: Sequence[Sequence[str]] = ()) -> int:
+def heaviest_rank(trace: StepTrace, world_size: int, groups: str = "one", *, reorders: bool = False) -> int:
     """The first rank that keeps the most gradient elements in ZeRO-1 and ZeRO-2; nothing else differs between ranks.
 
-    A parameter counts whole for every rank whose partition it touches, so a border inside a large embedding decides.
+    `reorders`: `round_robin_gradients`.  A parameter counts whole for every rank whose partition it touches, so a border inside
+    a large embedding decides.
     """
     kept = [0] * world_size
-    for params in optimizer_groups(trace, groups):
+    for given in optimizer_groups(trace, groups):
+        params = round_robin(given, world_size) if reorders else given
         group = flat_group(params, world_size, 0)
         filled = [0] * world_size
         for index, param in enumerate(params):

@@ -32,7 +32,7 @@ from ..simulate import Block, Simulation
 from ..trace.steptrace import ITEMSIZE, Pass, StepTrace, TensorSlot
 from .base import Strategy
 from .fsdp_settings import FsdpSettings
-from .fsdp_units import ROOT, depth, must_suit_narrow_trace, refuse_two_precisions, times_entered, units_of
+from .fsdp_units import FLOATS, ROOT, CastInputs, depth, must_suit_narrow_trace, refuse_two_precisions, times_entered, units_of
 
 if TYPE_CHECKING:
     from ..request import Request
@@ -56,6 +56,7 @@ class _Unit:
     needs_unshard: bool = False  # `_needs_pre_backward_unshard`
     in_backward: bool = False
     place: int | None = None  # `_post_forward_index`
+    is_over: bool = False  # the module's own backward, in this micro step
     grads: dict[str, Block] = field(default_factory=dict)  # as autograd made them
     flat_grad: Block | None = None  # `flat_param.grad`, unsharded
     shard_grad: Block | None = None
@@ -88,6 +89,8 @@ class FullySharded(Strategy):
         self._units: dict[int, _Unit] = {}  # by module
         self._unit_of: dict[str, _Unit] = {}  # by parameter
         self._order: list[_Unit] = []  # `handles_post_forward_order`
+        self._cast_inputs: CastInputs | None = None
+        self._wide_buffers: list[tuple[TensorSlot, Block]] = []  # until the first forward
         self._reduces = True
         self._micro_batch = 0
         self._steps = 0
@@ -139,9 +142,9 @@ class FullySharded(Strategy):
         trace = sim.trace
         if sim.trains and times_entered(trace, ROOT) != 1:
             raise CannotTell(f"--strategy {self.name}: only a step that runs the whole model once is modelled")
+        self._cast_inputs = CastInputs(trace) if self.settings.param_dtype is not None else None
         self._make_units(trace)
-        for slot in trace.buffers:
-            sim.place(Component.BUFFER, slot.fqn, slot.shape, slot.dtype)
+        self._place_buffers(sim)
         from_host = self.from_host and sim.target != "cpu"  # there nothing is moved
         whole = {} if from_host else self._move(sim, trace.params)
         offloads = self.settings.cpu_offload
@@ -162,6 +165,22 @@ class FullySharded(Strategy):
         if sim.trains and not offloads:
             sim.run_optimizer(self._rule(sim).init, self._names(sim))
 
+    def _place_buffers(self, sim: Simulation) -> None:
+        """As the model made them: a narrow trace shows those that will be cast as narrow as they become."""
+        narrow = self.settings.buffer_dtype
+        for slot in sim.trace.buffers:
+            casts = narrow is not None and slot.dtype in FLOATS
+            block = sim.place(Component.BUFFER, slot.fqn, slot.shape, "float32" if casts else slot.dtype)
+            if casts:
+                self._wide_buffers.append((slot, block))
+
+    def _cast_buffers(self, sim: Simulation) -> None:
+        """`_cast_buffers_to_dtype_and_device`, at the first forward."""
+        for slot, wide in self._wide_buffers:
+            sim.place(Component.BUFFER, slot.fqn, slot.shape, self.settings.buffer_dtype or slot.dtype)
+            sim.free(wide)
+        self._wide_buffers.clear()
+
     def _move(self, sim: Simulation, params: Sequence[TensorSlot]) -> dict[str, Block]:
         return {slot.fqn: sim.place(Component.PARAM, slot.fqn, slot.shape, self._stored(slot)) for slot in params}
 
@@ -181,8 +200,11 @@ class FullySharded(Strategy):
             self._reduces = not self.settings.no_sync or self._micro_batch == sim.loop.grad_accum_steps - 1
             if not self._is_initialised:
                 self._first_forward(sim)
+                self._cast_buffers(sim)
             if self.settings.use_orig_params:
                 self._drop_cleared(sim)
+            if self._cast_inputs is not None:
+                self._cast_inputs.enter_root(sim)
         unit = self._units.get(module)
         if unit is None:
             return
@@ -200,6 +222,8 @@ class FullySharded(Strategy):
                 self._prefetch_backward(sim, unit)
 
     def after_module(self, sim: Simulation, module: int, kind: Pass) -> None:
+        if kind is Pass.FORWARD and sim.trace.modules[module].fqn == ROOT and self._cast_inputs is not None:
+            self._cast_inputs.leave_root(sim)
         unit = self._units.get(module)
         if unit is None:
             return
@@ -213,19 +237,24 @@ class FullySharded(Strategy):
             unit.needs_unshard = True
         elif kind is Pass.BACKWARD and not unit.trains:
             self._reshard_after_backward(sim, unit)
+        elif kind is Pass.BACKWARD:
+            unit.is_over = True
+            self._join(sim, unit)
 
     def grad_ready(self, sim: Simulation, param: TensorSlot, block: Block | None) -> None:
         """The gradient waits in the input of the flat parameter's split until the whole unit's are there."""
         unit = self._unit_of[param.fqn]
         assert block is not None
         unit.grads[param.fqn] = block
-        if len(unit.grads) == sum(1 for p in unit.params if p.fqn in self._reached):
-            self._post_backward(sim, unit)
+        if unit.is_over:
+            self._join(sim, unit)
 
     def end_of_micro_step(self, sim: Simulation, micro_batch: int) -> None:
         """`_post_backward_final_callback`."""
         self._micro_batch = (micro_batch + 1) % sim.loop.grad_accum_steps
         for unit in self._units.values():
+            self._join(sim, unit)
+            unit.is_over = False
             if unit.gathered is not None and (self._reduces or self.settings.reshards):
                 self._release(sim, unit)
             if unit.new_grad is not None:
@@ -233,6 +262,8 @@ class FullySharded(Strategy):
                 unit.new_grad = None
             unit.in_backward = unit.prefetched = unit.needs_unshard = False
             unit.place = None
+        if self._cast_inputs is not None:
+            self._cast_inputs.end_of_micro_step(sim)
         self._order.clear()
 
     def step(self, sim: Simulation) -> None:
@@ -338,6 +369,11 @@ class FullySharded(Strategy):
             self._prefetch_backward(sim, unit)
 
     # -- gradients -------------------------------------------------------------------------------------------------------
+
+    def _join(self, sim: Simulation, unit: _Unit) -> None:
+        """The split is the unit's first node, so autograd comes back to it after all others of the unit's backward."""
+        if unit.grads and len(unit.grads) == sum(1 for p in unit.params if p.fqn in self._reached):
+            self._post_backward(sim, unit)
 
     def _post_backward(self, sim: Simulation, unit: _Unit) -> None:
         """The split's backward concatenates; then `_post_backward_hook`."""
@@ -447,7 +483,7 @@ def make(request: Request, trace: StepTrace) -> Strategy:
     settings = _settings(request)
     if settings.param_dtype is not None:
         casts = settings.buffer_dtype == settings.param_dtype
-        must_suit_narrow_trace(request.strategy, trace, casts_buffers=casts)
+        must_suit_narrow_trace(request.strategy, trace, settings.param_dtype, casts_buffers=casts)
     replicas = settings.replicas(request.nodes)
     if request.gpus % replicas:
         raise UserError(f"dp_replicate_size {replicas}: {request.gpus} GPUs do not divide by it", "Choose a divisor")

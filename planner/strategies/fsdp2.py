@@ -16,9 +16,10 @@ make together over N ranks, in elements; a, r and o are the bytes of an element 
 
 The root is gathered until its backward is over, unless `reshard_after_forward` says otherwise.
 
-Known limits.  With `param_dtype` only parameters are narrow in a real run: buffers and floating-point inputs (images, sound)
-stay as they are.  A trace of a wholly narrow model misses them; models that read token ids and keep no buffers are exact.
-Clipping sharded gradients makes a few scalars more.
+With `param_dtype` the root casts floating-point inputs (images, sound), which `CastInputs` adds to the trace of a wholly narrow
+model; large floating-point buffers, which stay as they are, are refused.
+
+Known limit.  Clipping sharded gradients makes a few scalars more.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from ..simulate import Block, Simulation
 from ..trace.steptrace import ITEMSIZE, EventKind, Pass, Phase, StepTrace, TensorSlot
 from .base import Strategy
 from .fsdp_settings import FsdpSettings
-from .fsdp_units import ROOT, depth, longest_list, must_suit_narrow_trace, refuse_two_precisions, times_entered, wrapped_by
+from .fsdp_units import ROOT, CastInputs, depth, longest_list, must_suit_narrow_trace, refuse_two_precisions, times_entered, wrapped_by
 
 if TYPE_CHECKING:
     from ..request import Request
@@ -110,6 +111,7 @@ class FullyShard(Strategy):
         self._reduce_inputs: list[Block] = []
         self._early: dict[int, int] = {}  # module -> calls whose input has a gradient
         self._left: dict[int, int] = {}
+        self._cast_inputs: CastInputs | None = None
         self._reduces = True
         self._micro_batch = 0
         self._steps = 0
@@ -158,6 +160,7 @@ class FullyShard(Strategy):
             raise CannotTell(
                 f"--strategy fsdp2: torch's {sim.optimizer.name} cannot step sharded parameters. Use another optimizer"
             )
+        self._cast_inputs = CastInputs(trace) if self.settings.param_dtype is not None else None
         self._make_groups(trace)
         self._early = _calls_with_input_gradient(trace, self._groups)
         from_host = self.from_host and sim.target != "cpu"  # there nothing is moved
@@ -183,6 +186,8 @@ class FullyShard(Strategy):
 
     def before_module(self, sim: Simulation, module: int, kind: Pass) -> None:
         if kind is Pass.FORWARD and sim.trace.modules[module].fqn == ROOT:
+            if self._cast_inputs is not None:
+                self._cast_inputs.enter_root(sim)
             self._reduces = not self.settings.no_sync or self._micro_batch == sim.loop.grad_accum_steps - 1
         group = self._groups.get(module)
         if group is None:
@@ -209,6 +214,8 @@ class FullyShard(Strategy):
             if sim.trace.modules[module].fqn == ROOT and self._last_gather is not None:
                 sim.free(self._last_gather)
                 self._last_gather = None
+            if sim.trace.modules[module].fqn == ROOT and self._cast_inputs is not None:
+                self._cast_inputs.leave_root(sim)
         elif kind is Pass.BACKWARD and group is not None and group.fqn != ROOT:
             self._left[module] = self._left.get(module, 0) + 1
             if self._left[module] <= self._early.get(module, 0):
@@ -236,6 +243,8 @@ class FullyShard(Strategy):
                 sim.free(group.gathered)
             group.gathered, group.pending = None, False
         self._drop_reduce_inputs(sim)
+        if self._cast_inputs is not None:
+            self._cast_inputs.end_of_micro_step(sim)
         self._order.clear()
         self._left.clear()
 
@@ -492,7 +501,7 @@ def check(request: Request) -> None:
 def make(request: Request, trace: StepTrace) -> Strategy:
     settings = _settings(request)
     if settings.param_dtype is not None:
-        must_suit_narrow_trace(request.strategy, trace)
+        must_suit_narrow_trace(request.strategy, trace, settings.param_dtype)
     replicas = settings.replicas(request.nodes)
     if request.gpus % replicas:
         raise UserError(f"dp_replicate_size {replicas}: {request.gpus} GPUs do not divide by it", "Choose a divisor")

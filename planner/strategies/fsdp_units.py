@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from ...errors import UserError
+from ...errors import CannotTell, UserError
+from ..ledger import Component
+from ..simulate import Block, Simulation
 from ..trace.steptrace import EventKind, Pass, StepTrace, TensorSlot
 from .fsdp_settings import FsdpSettings
 
 ROOT = ""
 _MIN_BLOCKS = 2
 _LISTS = ("ModuleList", "Sequential")
+FLOATS = ("float32", "bfloat16", "float16")
+_SMALL_BUFFER = 1024  # elements: rotary frequencies and the like
 
 
 def units_of(trace: StepTrace, settings: FsdpSettings) -> dict[int, tuple[str, list[TensorSlot]]]:
@@ -84,6 +88,89 @@ def longest_list(modules: Sequence[tuple[str, str]]) -> list[str]:
         if kind in _LISTS and len(found) >= _MIN_BLOCKS and len({k for _, k in found}) == 1 and len(found) > len(best):
             best = [name for name, _ in found]
     return best
+
+
+def must_suit_narrow_trace(strategy: str, trace: StepTrace, narrow: str, *, casts_buffers: bool = False) -> None:
+    """Refuses what a trace whose tensors are all `narrow` misses: in a mixed run only parameters are cast.
+
+    Buffers stay as they are, but for FSDP1's `buffer_dtype` (`casts_buffers`), and widen what they meet; one of up to a
+    thousand elements makes no difference.  Inputs are cast by the root (`CastInputs`), which a model that casts them itself
+    would not show.
+    """
+    wide = [] if casts_buffers else [b.fqn for b in trace.buffers if b.dtype in FLOATS and b.numel > _SMALL_BUFFER]
+    if wide or not set(float_inputs(trace).values()) <= {narrow}:
+        what = f"the buffer {wide[0]}" if wide else "a floating-point input that the model takes wider than its parameters"
+        raise CannotTell(
+            f"--strategy {strategy} with a narrower param_dtype: {what} is not modelled yet. Use fp32, bf16 or fp16"
+        )
+
+
+def refuse_two_precisions(precision: str, settings: FsdpSettings) -> None:
+    """autocast casts what is stored wide; parameters that are gathered narrow leave it nothing to cast."""
+    if precision.endswith("autocast") and settings.param_dtype is not None:
+        narrow = precision.partition("-")[0]
+        raise CannotTell(
+            f"--precision {precision} with param_dtype {settings.param_dtype}: autocast over parameters that are gathered "
+            f"narrow is not modelled. Use {narrow}-mixed, which holds the same but for the ops that autocast widens"
+        )
+
+
+def float_inputs(trace: StepTrace) -> dict[int, str]:
+    """{storage: type} of the floating-point tensors of the batch, as the first op that reads one sees it."""
+    batch = set(trace.batch_storages)
+    starts, inputs = trace.op_input_start.tolist(), trace.op_inputs.tolist()
+    found: dict[int, str] = {}
+    for op, signature in enumerate(trace.op_signature.tolist()):
+        read = inputs[starts[op] : starts[op + 1]]
+        if batch.isdisjoint(read):
+            continue
+        for storage, info in zip(read, trace.signatures[signature].inputs, strict=False):
+            if storage in batch and info.dtype in FLOATS:
+                found.setdefault(storage, info.dtype)
+    return found
+
+
+class CastInputs:
+    """The floating-point inputs of a mixed run: fp32 in the batch, and cast for the root's forward (`_cast_fp_tensor`).
+
+    The trace's batch is narrow throughout, so it stands for the first half of the wide one.  The copy lives as long as the
+    root's forward, or until its backward where autograd saved it.
+    """
+
+    def __init__(self, trace: StepTrace) -> None:
+        narrow = [s for s, dtype in float_inputs(trace).items() if dtype != "float32"]
+        self._nbytes = [int(trace.storage_bytes[s]) for s in narrow]
+        starts, inputs = trace.op_input_start.tolist(), trace.op_inputs.tolist()
+        self._is_saved = any(
+            kind != Pass.FORWARD and not set(narrow).isdisjoint(inputs[starts[op] : starts[op + 1]])
+            for op, kind in enumerate(trace.op_pass.tolist())
+        )
+        self._halves: list[Block] = []
+        self._copies: list[Block] = []
+
+    def enter_root(self, sim: Simulation) -> None:
+        """The forward of the root begins: the rest of the new batch, and its copy."""
+        old, self._halves = self._halves, [self._made(sim, n, "other half of the input") for n in self._nbytes]
+        self._copies = [self._made(sim, n, "cast input") for n in self._nbytes]
+        for block in old:
+            sim.free(block)
+
+    def leave_root(self, sim: Simulation) -> None:
+        """The forward of the root is over."""
+        if not self._is_saved:
+            self._drop(sim)
+
+    def end_of_micro_step(self, sim: Simulation) -> None:
+        """The backward is over."""
+        self._drop(sim)
+
+    def _made(self, sim: Simulation, nbytes: int, what: str) -> Block:
+        return sim.alloc(Component.ACTIVATION, nbytes, what=what)
+
+    def _drop(self, sim: Simulation) -> None:
+        for block in self._copies:
+            sim.free(block)
+        self._copies = []
 
 
 def times_entered(trace: StepTrace, fqn: str) -> int:

@@ -34,6 +34,10 @@ class GatherKnobs:
     persistence: int
     model_persistence: int
     overlap: bool
+    secondary: int = 1
+    """`zero_hpz_partition_size`: ranks among which a gathered parameter is partitioned once more, for the backward; 1: none."""
+    from_host: bool = False
+    """Partitions are on the host: what is gathered is copied to the GPU first."""
 
 
 @dataclass(slots=True)
@@ -52,6 +56,7 @@ class _Param:
     persist: bool = False
     block: Block | None = None  # of the gathered parameter
     handle: _Handle | None = None  # in the registry of what is in flight
+    secondary: Block | None = None  # hpZ's partition of it
     available: bool = False
     active: set[int] = field(default_factory=set)  # modules that use it now
 
@@ -65,6 +70,7 @@ class ParamCoordinator:
 
     def __init__(self, params: Sequence[TensorSlot], own: Sequence[Sequence[int]], world_size: int, knobs: GatherKnobs) -> None:
         self._params = [_Param(index, slot) for index, slot in enumerate(params)]
+        self._index = {slot.fqn: index for index, slot in enumerate(params)}
         self._own = own
         self._world_size = world_size
         self._knobs = knobs
@@ -165,11 +171,45 @@ class ParamCoordinator:
             self._release_param(sim, param)
 
     def gather_persistent(self, sim: Simulation) -> None:
-        """`_post_step`: each into a buffer of its own."""
+        """`_post_step`: each into a buffer of its own; the secondary partitions go."""
+        chosen = [p for p in self._params if p.persist and p.is_partitioned]
+        copies = self._from_host(sim, chosen, DEFAULT_STREAM) if len(chosen) > 1 else []
+        for param in chosen:
+            param.block = self._buffer(sim, param, self._padded(param), DEFAULT_STREAM)
+            param.available = True
+        copies += self._from_host(sim, chosen, DEFAULT_STREAM) if len(chosen) == 1 else []
+        for block in copies:
+            sim.free(block)
         for param in self._params:
-            if param.persist and param.is_partitioned:
-                param.block = self._buffer(sim, param, self._padded(param), DEFAULT_STREAM)
-                param.available = True
+            if param.secondary is not None and param.slot.requires_grad:
+                sim.free(param.secondary)
+                param.secondary = None
+
+    def gather_once(self, sim: Simulation, slot: TensorSlot) -> None:
+        """A parameter is whole for a moment, while its hook is made."""
+        param = self._of(slot)
+        whole = sim.alloc(Component.TEMP, self._padded(param) * ITEMSIZE[slot.dtype], what="gathered for its hook")
+        for block in self._from_host(sim, [param], DEFAULT_STREAM):
+            sim.free(block)
+        sim.free(whole)
+
+    def partition_secondary(self, sim: Simulation, slot: TensorSlot) -> None:
+        """The same for the first partitioning of a parameter."""
+        param = self._of(slot)
+        self._partition_secondary(sim, param)
+
+    def _partition_secondary(self, sim: Simulation, param: _Param) -> None:
+        """`_partition_param_sec`: until the step, a copy among fewer ranks."""
+        if self._knobs.secondary > 1 and param.secondary is None:
+            elements = self._padded(param) // self._knobs.secondary
+            param.secondary = sim.place(Component.COMM_BUFFER, param.slot.fqn, (elements,), param.slot.dtype)
+
+    def _of(self, slot: TensorSlot) -> _Param:
+        return self._params[self._index[slot.fqn]]
+
+    def persistent(self) -> set[str]:
+        """Names of the parameters that stay gathered."""
+        return {p.slot.fqn for p in self._params if p.persist}
 
     # -- gathers -------------------------------------------------------------------------------------------------------------
 
@@ -185,6 +225,19 @@ class ParamCoordinator:
             return None  # the partition is the parameter
         return sim.place(Component.COMM_BUFFER, param.slot.fqn, (elements,), param.slot.dtype, stream=stream)
 
+    def _from_host(self, sim: Simulation, params: Sequence[_Param], stream: int) -> list[Block]:
+        """Partitions on their way: they are there until the gather has begun."""
+        if not self._knobs.from_host or self._world_size == 1:
+            return []
+        nbytes = [-(-p.slot.numel // self._world_size) * ITEMSIZE[p.slot.dtype] for p in params]
+        sim.enqueue("h2d", sum(nbytes), stream)
+        if sim.target == "cpu":
+            return []  # one memory
+        return [
+            sim.alloc(Component.OFFLOAD_BUFFER, size, p.slot.fqn, "partition from the host", stream=stream)
+            for p, size in zip(params, nbytes, strict=True)
+        ]
+
     def _gather(self, sim: Simulation, params: Iterable[_Param]) -> None:
         """`__all_gather_params`: starts the gather of those that are partitioned."""
         chosen = [p for p in params if p.is_partitioned]
@@ -195,6 +248,8 @@ class ParamCoordinator:
         sim.enqueue("all_gather", elements * ITEMSIZE[chosen[0].slot.dtype], self._stream)
         handle = _Handle(None, {p.index for p in chosen})
         buffer = self._buffer(sim, chosen[0], elements, self._stream)
+        for block in self._from_host(sim, chosen, self._stream):
+            sim.free(block)
         if len(chosen) == 1:
             chosen[0].block = buffer
             handle.complete = True
@@ -244,6 +299,7 @@ class ParamCoordinator:
 
     def _release_param(self, sim: Simulation, param: _Param, saved_by: int | None = None) -> None:
         if param.available and not param.active:
+            self._partition_secondary(sim, param)
             if param.block is not None and saved_by is not None:
                 self._saved.setdefault(saved_by, []).append(param.block)
             elif param.block is not None:

@@ -12,7 +12,8 @@ from memplan.planner.ledger import Component, Ledger, Tier
 from memplan.planner.loop import LoopFacts
 from memplan.planner.optimizers.traced import traced_rule
 from memplan.planner.simulate import simulate
-from memplan.planner.strategies.zero3 import Zero3, Zero3Options
+from memplan.planner.strategies.deepspeed_settings import DeepSpeedSettings
+from memplan.planner.strategies.zero3 import Zero3
 from memplan.planner.strategies.zero3_hooks import module_use
 from memplan.planner.trace.options import TraceOptions
 from memplan.planner.trace.steptrace import Phase, StepTrace
@@ -55,14 +56,14 @@ def net(tmp_path, monkeypatch):
     )
 
 
-def options(*, persistence=0, live=10**9, reuse=0, prefetch=0, bucket=P, **others) -> Zero3Options:
-    return Zero3Options(
+def options(*, persistence=0, live=10**9, reuse=0, prefetch=0, bucket=P, **others) -> DeepSpeedSettings:
+    return DeepSpeedSettings(
         reduce_bucket_size=bucket, stage3_param_persistence_threshold=persistence, stage3_max_live_parameters=live,
         stage3_max_reuse_distance=reuse, stage3_prefetch_bucket_size=prefetch, **others,
     )  # fmt: skip
 
 
-def run(trace: StepTrace, knobs: Zero3Options, *, ranks: int = RANKS, rank: int = 0, iterations: int = 3) -> Ledger:
+def run(trace: StepTrace, knobs: DeepSpeedSettings, *, ranks: int = RANKS, rank: int = 0, iterations: int = 3) -> Ledger:
     rule = traced_rule("adamw", "for-loop", target="cpu")
     ledger, _ = simulate(trace, Zero3(ranks, rank, knobs), optimizer=rule, loop=LoopFacts(iterations=iterations))
     ledger.check()

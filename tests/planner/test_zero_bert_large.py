@@ -15,8 +15,9 @@ from memplan.planner.loop import LoopFacts
 from memplan.planner.optimizers.traced import traced_rule
 from memplan.planner.simulate import simulate
 from memplan.planner.strategies.base import Strategy
-from memplan.planner.strategies.zero3 import Zero3, Zero3Options
-from memplan.planner.strategies.zero12 import Zero2, ZeroOptions
+from memplan.planner.strategies.deepspeed_settings import DeepSpeedSettings
+from memplan.planner.strategies.zero3 import Zero3
+from memplan.planner.strategies.zero12 import Zero2
 from memplan.planner.trace.options import TraceOptions
 from memplan.planner.trace.steptrace import Phase, StepTrace
 from memplan.planner.trace.tracer import trace_step
@@ -62,20 +63,20 @@ def test_the_model_is_the_one_that_was_measured(bert_large):
 
 
 def test_zero3_with_default_knobs_gathers_the_whole_model(bert_large):
-    ledger = run(bert_large, Zero3(4, 0, Zero3Options(**AUTO)))
+    ledger = run(bert_large, Zero3(4, 0, DeepSpeedSettings(**AUTO)))
     assert after_mib(ledger, Phase.INIT, 0) == 641.2
     assert after_mib(ledger, Phase.STEP, 2) == 1281.1
     assert [peak_mib(ledger, p) for p in (Phase.FORWARD, Phase.BACKWARD, Phase.STEP)] == [1956.0, 1962.1, 1759.9]
 
 
 def test_zero3_with_tight_knobs_peaks_at_the_step(bert_large):
-    knobs = Zero3Options(**AUTO, stage3_max_live_parameters=30_000_000, stage3_max_reuse_distance=0)
+    knobs = DeepSpeedSettings(**AUTO, stage3_max_live_parameters=30_000_000, stage3_max_reuse_distance=0)
     ledger = run(bert_large, Zero3(4, 0, knobs))
     assert [peak_mib(ledger, p) for p in (Phase.FORWARD, Phase.BACKWARD, Phase.STEP)] == [1377.9, 1403.7, 1759.9]
 
 
 def test_zero2_peaks_at_the_step(bert_large):
-    ledger = run(bert_large, Zero2(4, 2, ZeroOptions(reduce_bucket_size=AUTO["reduce_bucket_size"])))
+    ledger = run(bert_large, Zero2(4, 2, DeepSpeedSettings(reduce_bucket_size=AUTO["reduce_bucket_size"])))
     assert after_mib(ledger, Phase.STEP, 2) == 1598.1
     assert after_mib(ledger, Phase.BACKWARD, 2) == 1766.3
     assert [peak_mib(ledger, p) for p in (Phase.BACKWARD, Phase.STEP)] == [1827.9, 2245.7]

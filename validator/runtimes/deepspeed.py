@@ -12,14 +12,13 @@ Read for: deepspeed 0.19.8 (deepspeed/runtime/zero/stage_1_and_2.py and stage3.p
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
-import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -50,9 +49,10 @@ class EngineCase:
     world_size: int = 2
     rank: int = 0
     grad_accum_steps: int = 1
-    optimizer: str = "adamw"  # by the names of `planner.optimizers.traced`
+    optimizer: str = "adamw"  # by the names of `planner.optimizers.traced`; deepspeed: its own Adam, for where it steps
     optimizer_impl: str = "for-loop"
-    groups: tuple[tuple[str, ...], ...] = ()  # names of the parameters of each optimizer group; (): one group of all
+    groups: str = "one"  # one: all parameters; decay: the two groups of transformers' Trainer
+    zero_init: bool = False  # the model is made under `deepspeed.zero.Init`
     iterations: int = 2
 
 
@@ -63,9 +63,10 @@ class Mark:
     phase: str  # init | forward | backward | step
     iteration: int
     micro_batch: int
-    held: dict[str, int]  # bytes by component, from the engine's own structures
+    held: dict[str, int]  # bytes by component and place ("grad", "host grad", "pinned grad"), by the engine's own structures
     live_bytes: int  # of the registry
     peak_bytes: int  # of the registry, since the mark before
+    file_bytes: int = 0  # of what is swapped to NVMe
 
 
 def run_cases(cases: Sequence[EngineCase], *, timeout_s: float = _TIMEOUT_S) -> list[list[Mark]]:
@@ -109,116 +110,6 @@ def _last_line(text: str) -> str:
 # -- inside the worker ---------------------------------------------------------------------------------------------------
 
 
-class Registry:
-    """Live bytes of all storages that ops make, each counted once whatever views it."""
-
-    def __init__(self) -> None:
-        self.live_bytes = 0
-        self.peak_bytes = 0
-        self._known: dict[int, Any] = {}
-
-    def see(self, value: Any) -> None:
-        import torch
-
-        if isinstance(value, (list, tuple)):
-            for item in value:
-                self.see(item)
-        elif isinstance(value, torch.Tensor) and value.device.type == "cpu":
-            storage = value.untyped_storage()
-            key, nbytes = storage._cdata, storage.nbytes()
-            if key in self._known:
-                return
-
-            def died(_: Any) -> None:
-                del self._known[key]
-                self.live_bytes -= nbytes
-
-            self._known[key] = weakref.ref(storage, died)
-            self.live_bytes += nbytes
-            self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-
-    @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        from torch.utils._python_dispatch import TorchDispatchMode
-
-        registry = self
-
-        class Watch(TorchDispatchMode):
-            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-                out = func(*args, **(kwargs or {}))
-                registry.see(out)
-                return out
-
-        with Watch():
-            yield
-
-
-def _storages(values: Iterable[Any]) -> dict[int, int]:
-    """Bytes by storage; None and what is not a tensor is skipped."""
-    found = {}
-    for value in values:
-        if hasattr(value, "untyped_storage"):
-            storage = value.untyped_storage()
-            found[storage._cdata] = storage.nbytes()
-    return found
-
-
-def _flat(values: Iterable[Any]) -> Iterator[Any]:
-    for value in values:
-        if isinstance(value, dict):
-            yield from _flat(value.values())
-        elif isinstance(value, (list, tuple)):
-            yield from _flat(value)
-            yield getattr(value, "flat_partition", None)
-        else:
-            yield value
-
-
-def held_bytes(engine: Any) -> dict[str, int]:
-    """Bytes that the engine's structures hold, by component; a storage counts in the first component that holds it."""
-    zero = engine.optimizer
-    params = list(engine.module.parameters())
-    masters = [m for m in _flat(getattr(zero, name, None) or [] for name in _MASTERS) if m is not None]
-    gathered: list[Any] = []
-    if hasattr(zero, "fp16_groups"):  # stage 3: a parameter's own tensor is what is gathered now; its partition stays
-        gathered = [p.data for p in params]
-        params = [p.ds_tensor for p in params]
-    parts: dict[str, Iterable[Any]] = {
-        "param": params,
-        "comm_buffer": [*gathered, *_buckets(zero)],
-        "buffer": engine.module.buffers(),
-        "master_weight": masters,
-        "optimizer_state": _flat(zero.optimizer.state.values()),
-        "grad": [
-            *(p.grad for p in engine.module.parameters()),
-            *(getattr(p, "grad_accum", None) for p in engine.module.parameters()),
-            *(getattr(m, "grad", None) for m in masters),
-            *_flat(getattr(zero, name, None) for name in _GRADIENTS),
-        ],
-    }
-    seen: set[int] = set()
-    found = {}
-    for part, values in parts.items():
-        storages = {key: nbytes for key, nbytes in _storages(values).items() if key not in seen}
-        seen |= storages.keys()
-        if total := sum(storages.values()):
-            found[part] = total
-    return found
-
-
-_MASTERS = ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat")  # stage 1 and 2; stage 3
-# What keeps gradients between the passes: stage 1 and 2, then stage 3.
-_GRADIENTS = (
-    "averaged_gradients", "all_grad_tensors", "grads_in_partition",
-    "grad_partitions_flat_buffer", "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition",
-)  # fmt: skip
-
-
-def _buckets(zero: Any) -> list[Any]:
-    return list(_flat(bucket.buffer if isinstance(bucket.buffer, (list, tuple)) else [bucket.buffer]
-                      for bucket in zero.ipg_buckets.values()))  # fmt: skip
-
-
 def run_here(case: EngineCase) -> list[Mark]:
     """Runs one case in this process, which can do no other afterwards: the process group stays."""
     import torch
@@ -230,9 +121,19 @@ def run_here(case: EngineCase) -> list[Mark]:
     import deepspeed
 
     from ...models import load
-    from ...planner.optimizers.traced import make_optimizer
     from ...planner.trace.options import TraceOptions
     from ...planner.trace.prepare import ready
+    from ..zero_held import Registry, file_bytes, held_bytes
+    from ..zero_ops import install
+
+    watched = install()
+    swapped = tempfile.mkdtemp()
+    config = {
+        **_with_folder(case.config, swapped),
+        "train_micro_batch_size_per_gpu": case.batch_size,
+        "gradient_accumulation_steps": case.grad_accum_steps,
+        "zero_allow_untested_optimizer": True,
+    }
 
     spec = load(case.reference, task=case.task, overrides=dict(case.overrides))
     options = TraceOptions(
@@ -242,31 +143,20 @@ def run_here(case: EngineCase) -> list[Mark]:
     registry = Registry()
     marks: list[Mark] = []
     with registry.watching():
-        built = ready(spec, options)
+        with deepspeed.zero.Init(config_dict_or_path=config, enabled=case.zero_init, dtype=_dtype(case.precision)):
+            built = ready(spec, options)
         module = built.module
-        registry.see([*module.parameters(), *module.buffers()])  # those that no op made (a view from a generator's fill)
-        named = dict(module.named_parameters())
-        trainable = [[named[name] for name in group] for group in case.groups] or [
-            [p for p in module.parameters() if p.requires_grad]
-        ]
-        optimizer = make_optimizer(case.optimizer, case.optimizer_impl, [{"params": group} for group in trainable])
+        if not case.zero_init:
+            registry.see([*module.parameters(), *module.buffers()])  # those that no op made (a view from a generator's fill)
+        optimizer = _optimizer(case, module)
         registry.peak_bytes = registry.live_bytes
-        engine, _, _, _ = deepspeed.initialize(
-            model=module,
-            optimizer=optimizer,
-            config={
-                **case.config,
-                "train_micro_batch_size_per_gpu": case.batch_size,
-                "gradient_accumulation_steps": case.grad_accum_steps,
-                "zero_allow_untested_optimizer": True,
-            },
-        )
-        del optimizer, trainable, named, module
+        engine, _, _, _ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
+        del optimizer, module
 
         def mark(phase: str, iteration: int, micro_batch: int) -> None:
             live, peak = registry.live_bytes, registry.peak_bytes
-            marks.append(Mark(phase=phase, iteration=iteration, micro_batch=micro_batch, held=held_bytes(engine),
-                              live_bytes=live, peak_bytes=peak))  # fmt: skip
+            marks.append(Mark(phase=phase, iteration=iteration, micro_batch=micro_batch, held=held_bytes(engine, watched),
+                              live_bytes=live, peak_bytes=peak, file_bytes=file_bytes(swapped)))  # fmt: skip
             registry.peak_bytes = live
 
         mark("init", 0, 0)
@@ -280,7 +170,46 @@ def run_here(case: EngineCase) -> list[Mark]:
                 mark("backward", iteration, micro_batch)
                 engine.step()
             mark("step", iteration, case.grad_accum_steps - 1)
+    shutil.rmtree(swapped)
     return marks
+
+
+def _with_folder(config: Mapping[str, Any], folder: str) -> dict[str, Any]:
+    """`config`, its NVMe paths in `folder`."""
+    zero = {
+        key: {**value, "nvme_path": folder} if isinstance(value, Mapping) and value.get("device") == "nvme" else value
+        for key, value in config.get("zero_optimization", {}).items()
+    }
+    return {**config, "zero_optimization": zero} if zero else dict(config)
+
+
+def _dtype(precision: str) -> Any:
+    import torch
+
+    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+
+
+def _optimizer(case: EngineCase, module: Any) -> Any:
+    """What a training script hands to `deepspeed.initialize`."""
+    from ...planner.optimizers.traced import make_optimizer
+
+    named = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    groups: list[dict[str, Any]] = [{"params": list(named.values())}]
+    if case.groups == "decay":
+        from transformers import Trainer
+
+        decayed = set(Trainer.get_decay_parameter_names(None, module))  # type: ignore[arg-type]
+        groups = [
+            {"params": [p for name, p in named.items() if name in decayed]},
+            {"params": [p for name, p in named.items() if name not in decayed]},
+        ]
+    if case.optimizer != "deepspeed":
+        return make_optimizer(case.optimizer, case.optimizer_impl, groups)
+    from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+
+    if "offload_optimizer" not in case.config.get("zero_optimization", {}):
+        return FusedAdam(groups)
+    return DeepSpeedCPUAdam(groups, fp32_optimizer_states=not case.config.get("bf16", {}).get("bf16_optimizer_states", False))
 
 
 def _join_fake_group(case: EngineCase) -> None:
@@ -352,8 +281,7 @@ def main(question: str, answer: str) -> None:
     from ...planner.trace import prepare  # noqa: F401
 
     with open(question, encoding="utf-8") as stream:
-        cases = [EngineCase(**{**case, "groups": tuple(map(tuple, case["groups"])), "frozen": tuple(case["frozen"])})
-                 for case in json.load(stream)]  # fmt: skip
+        cases = [EngineCase(**{**case, "frozen": tuple(case["frozen"])}) for case in json.load(stream)]
     results = [_in_fork(case) for case in cases]
     with open(answer + ".part", "w", encoding="utf-8") as stream:
         json.dump(results, stream)

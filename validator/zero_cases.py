@@ -1,0 +1,233 @@
+"""The configurations in which the real DeepSpeed engine judges the predicted ones: small models of five families, all knobs."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from ..planner.strategies.deepspeed_settings import DeepSpeedSettings, OffloadOptimizer, OffloadParam
+
+BATCH, SEQ = 2, 16
+# By model: config.json.  Odd sizes, so that partitions are padded and parameters straddle the ranks.
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {
+        "model_type": "llama", "hidden_size": 64, "intermediate_size": 130, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "vocab_size": 259, "architectures": ["LlamaForCausalLM"],
+    },
+    "bert": {
+        "model_type": "bert", "hidden_size": 64, "intermediate_size": 132, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "vocab_size": 301, "max_position_embeddings": 64, "architectures": ["BertForMaskedLM"],
+    },
+    "gpt2": {
+        "model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 257, "n_positions": 64,
+        "architectures": ["GPT2LMHeadModel"],
+    },
+    "opt": {
+        "model_type": "opt", "hidden_size": 64, "ffn_dim": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "vocab_size": 263, "max_position_embeddings": 64, "word_embed_proj_dim": 64, "architectures": ["OPTForCausalLM"],
+    },
+    "t5": {
+        "model_type": "t5", "d_model": 48, "d_kv": 12, "d_ff": 100, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4,
+        "vocab_size": 211, "architectures": ["T5ForConditionalGeneration"],
+    },
+    "llama-wide": {  # partitions of more than 1 MiB, which NVMe takes
+        "model_type": "llama", "hidden_size": 768, "intermediate_size": 1540, "num_hidden_layers": 2, "num_attention_heads": 12,
+        "num_key_value_heads": 4, "vocab_size": 2051, "architectures": ["LlamaForCausalLM"],
+    },
+}  # fmt: skip
+_JSON_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+_OUTSIDE_OF_ZERO = {  # fields of DeepSpeedSettings that are no keys of `zero_optimization`
+    "grad_accum_dtype", "communication_data_type", "bf16_master_weights_and_grads", "bf16_optimizer_states", "zero_init",
+    "optimizer_groups", "aio_block_size", "aio_intra_op_parallelism", "zero_force_ds_cpu_optimizer",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZeroCase:
+    """One configuration, said once for the engine and for the prediction."""
+
+    stage: int
+    model: str
+    settings: DeepSpeedSettings
+    precision: str = "bf16"  # of the stored parameters: fp32 | bf16 | fp16
+    world_size: int = 2
+    rank: int = 0
+    grad_accum_steps: int = 1
+    frozen: tuple[str, ...] = ()
+    recompute: str = "none"
+    iterations: int = 2
+    own_adam: bool = False  # DeepSpeed's FusedAdam or DeepSpeedCPUAdam; else torch's AdamW, tensor by tensor
+    quick: bool = False  # part of the subset that runs in a minute
+
+    @property
+    def name(self) -> str:
+        said = [f"zero{self.stage}", self.model, self.precision, f"rank-{self.rank}-of-{self.world_size}"]
+        said += [f"{self.grad_accum_steps}-micro-steps"] if self.grad_accum_steps > 1 else []
+        said += ["frozen"] if self.frozen else []
+        said += [f"recompute-{self.recompute}"] if self.recompute != "none" else []
+        said += ["own-adam"] if self.own_adam else []
+        for key, value in _changed(self.settings).items():
+            key = key.removeprefix("stage3_").replace("_", "-")
+            said.append(
+                f"{key}-{'-'.join(map(str, _changed(value).values())) or value.device}" if _is_part(value) else f"{key}-{value}"
+            )
+        return "-".join(said)
+
+    def config(self) -> dict[str, Any]:
+        """The DeepSpeed JSON, without batch sizes."""
+        changed = _changed(self.settings)
+        zero = {
+            key: {"device": value.device, **_changed(value)} if _is_part(value) else value
+            for key, value in changed.items()
+            if key not in _OUTSIDE_OF_ZERO
+        }
+        found: dict[str, Any] = {"zero_optimization": {"stage": self.stage, **zero}}
+        if self.precision != "fp32":
+            found[self.precision] = {"enabled": True}
+        if self.precision == "fp16":
+            found["fp16"]["loss_scale"] = 1  # values are garbage: a step that overflows would be skipped
+        for key in ("bf16_master_weights_and_grads", "bf16_optimizer_states"):
+            if key in changed:
+                found["bf16"][key] = changed[key]
+        if self.settings.grad_accum_dtype:
+            found["data_types"] = {"grad_accum_dtype": _JSON_DTYPES[self.settings.grad_accum_dtype]}
+        if self.settings.communication_data_type:
+            found["communication_data_type"] = _JSON_DTYPES[self.settings.communication_data_type]
+        if not self.settings.zero_force_ds_cpu_optimizer:
+            found["zero_force_ds_cpu_optimizer"] = False
+        aio = {key.removeprefix("aio_"): changed[key] for key in changed if key.startswith("aio_")}
+        return {**found, **({"aio": aio} if aio else {})}
+
+
+def _is_part(value: Any) -> bool:
+    return isinstance(value, (OffloadOptimizer, OffloadParam))
+
+
+def _changed(settings: Any) -> dict[str, Any]:
+    """The fields that differ from DeepSpeed's defaults."""
+    return {f.name: v for f in dataclasses.fields(settings) if (v := getattr(settings, f.name)) != f.default}
+
+
+def _case(stage: int, model: str, bucket: int = 20_000, **rest: Any) -> ZeroCase:
+    own = {f.name for f in dataclasses.fields(ZeroCase)}
+    settings = DeepSpeedSettings(reduce_bucket_size=bucket, **{k: v for k, v in rest.items() if k not in own})
+    return ZeroCase(stage=stage, model=model, settings=settings, **{k: v for k, v in rest.items() if k in own})
+
+
+def _knobs(persistence: int, live: int, reuse: int, prefetch: int) -> dict[str, int]:
+    return {
+        "stage3_param_persistence_threshold": persistence, "stage3_max_live_parameters": live,
+        "stage3_max_reuse_distance": reuse, "stage3_prefetch_bucket_size": prefetch,
+    }  # fmt: skip
+
+
+_TIGHT = _knobs(100, 20_000, 0, 3_000)
+_TORCH_ADAM = {"zero_force_ds_cpu_optimizer": False}
+_BF16_MASTERS = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+_FP32 = "float32"
+
+
+def _auto(width: int) -> dict[str, int]:
+    """What transformers' Trainer puts in the place of "auto" (transformers 5, integrations/deepspeed.py)."""
+    return {
+        "bucket": width * width, "stage3_prefetch_bucket_size": int(0.9 * width * width),
+        "stage3_param_persistence_threshold": 10 * width,
+    }  # fmt: skip
+
+
+CASES: tuple[ZeroCase, ...] = (
+    # -- stage 0, and stage 1 behind BF16_Optimizer ------------------------------------------------------------------------
+    _case(0, "llama", precision="fp32", grad_accum_steps=2),
+    _case(0, "bert", optimizer_groups="decay", world_size=8, rank=3, quick=True),
+    _case(0, "gpt2", precision="fp16", grad_accum_steps=2),
+    _case(0, "opt", own_adam=True, optimizer_groups="decay", world_size=3, rank=1),
+    _case(0, "t5", own_adam=True, grad_accum_steps=4, communication_data_type=_FP32),
+    _case(1, "llama", grad_accum_dtype=_FP32, rank=1, quick=True),
+    _case(1, "bert", grad_accum_dtype=_FP32, world_size=3, rank=2, grad_accum_steps=2, optimizer_groups="decay", own_adam=True),
+    _case(1, "gpt2", grad_accum_dtype=_FP32, communication_data_type=_FP32, world_size=64, rank=63),
+    # -- stages 1 and 2 --------------------------------------------------------------------------------------------------
+    _case(1, "llama", world_size=3, rank=1, grad_accum_steps=2),
+    _case(1, "bert", precision="fp32", rank=1, optimizer_groups="decay", grad_accum_steps=2, quick=True),
+    _case(1, "opt", 4_000, grad_accum_steps=2, overlap_comm=True),
+    _case(2, "llama", 5_000, rank=1, quick=True),
+    _case(2, "bert", world_size=8, rank=7, grad_accum_steps=2),
+    _case(2, "bert", world_size=8, rank=0, grad_accum_steps=2),
+    _case(2, "gpt2", 5_000, precision="fp16", world_size=8, optimizer_groups="decay"),
+    _case(2, "gpt2", 3_000, precision="fp32", world_size=3, rank=2, overlap_comm=True),
+    _case(2, "llama", 5_000, grad_accum_dtype=_FP32, world_size=3, rank=2, grad_accum_steps=2, optimizer_groups="decay"),
+    _case(2, "bert", 1_000, grad_accum_dtype=_FP32, world_size=64, rank=63),
+    _case(1, "gpt2", 5_000, precision="fp16", grad_accum_dtype=_FP32, grad_accum_steps=2),
+    _case(1, "gpt2", 5_000, precision="fp16", grad_accum_dtype=_FP32, world_size=3, rank=2, optimizer_groups="decay"),
+    _case(2, "llama", 5_000, communication_data_type=_FP32, grad_accum_dtype=_FP32, world_size=3, rank=1),
+    _case(2, "bert", 5_000, communication_data_type=_FP32, world_size=3, rank=1),
+    _case(2, "opt", 5_000, reduce_scatter=False, rank=1),
+    _case(2, "opt", 5_000, reduce_scatter=False, grad_accum_dtype=_FP32),
+    _case(2, "llama", 5_000, contiguous_gradients=False, grad_accum_steps=2, world_size=3, rank=1),
+    _case(1, "gpt2", 5_000, contiguous_gradients=False, grad_accum_steps=2),
+    _case(2, "bert", 5_000, contiguous_gradients=False, grad_accum_dtype=_FP32, optimizer_groups="decay"),
+    _case(2, "llama", 5_000, round_robin_gradients=True, world_size=3, rank=1, optimizer_groups="decay"),
+    _case(1, "bert", 5_000, round_robin_gradients=True, world_size=3, rank=2),
+    _case(2, "llama", 5_000, **_BF16_MASTERS, world_size=3, rank=1, own_adam=True),
+    _case(1, "bert", 5_000, **_BF16_MASTERS, optimizer_groups="decay", grad_accum_steps=2),
+    _case(2, "opt", 5_000, **_BF16_MASTERS, grad_accum_dtype=_FP32, rank=1),
+    # -- stages 1 and 2 with the optimizer on the host -------------------------------------------------------------------
+    _case(2, "llama", 5_000, offload_optimizer=OffloadOptimizer(), own_adam=True, rank=1, quick=True),
+    _case(2, "bert", offload_optimizer=OffloadOptimizer(), own_adam=True, world_size=3, rank=1, grad_accum_steps=2),
+    _case(2, "gpt2", 5_000, precision="fp32", offload_optimizer=OffloadOptimizer(pin_memory=False), world_size=8, rank=7,
+          grad_accum_steps=4, optimizer_groups="decay", **_TORCH_ADAM),
+    _case(2, "opt", 5_000, precision="fp16", offload_optimizer=OffloadOptimizer(), own_adam=True, overlap_comm=True),
+    _case(2, "bert", 5_000, grad_accum_dtype=_FP32, offload_optimizer=OffloadOptimizer(), own_adam=True, grad_accum_steps=2),
+    _case(1, "llama", 5_000, offload_optimizer=OffloadOptimizer(), own_adam=True, world_size=3, rank=2, grad_accum_steps=2),
+    _case(1, "opt", 5_000, grad_accum_dtype=_FP32, offload_optimizer=OffloadOptimizer(), own_adam=True, grad_accum_steps=2),
+    _case(2, "llama", 5_000, **_BF16_MASTERS, offload_optimizer=OffloadOptimizer(), own_adam=True, grad_accum_steps=2),
+    _case(2, "gpt2", 5_000, bf16_master_weights_and_grads=True, offload_optimizer=OffloadOptimizer(), own_adam=True, rank=1),
+    # -- stage 3 ---------------------------------------------------------------------------------------------------------
+    _case(3, "llama", world_size=3, rank=1, overlap_comm=False, quick=True),
+    _case(3, "bert", overlap_comm=False, iterations=3, **_TIGHT, quick=True),
+    _case(3, "gpt2", 5_000, overlap_comm=False, world_size=3, rank=2, grad_accum_steps=2, **_TIGHT),
+    _case(3, "bert", precision="fp32", world_size=8, rank=7, optimizer_groups="decay", iterations=3, overlap_comm=False,
+          **_knobs(1_000, 60_000, 5_000, 10_000), sub_group_size=9_000),
+    _case(3, "llama", recompute="full", overlap_comm=False, iterations=3, **_TIGHT),
+    _case(3, "opt", 3_000, recompute="full", overlap_comm=False, world_size=3, rank=2, **_TIGHT),
+    _case(3, "t5", overlap_comm=False, world_size=5, rank=4, iterations=3, **_TIGHT),
+    _case(3, "gpt2", frozen=("transformer.h.0",), overlap_comm=False, iterations=3, **_TIGHT),
+    _case(3, "llama", 3_000, grad_accum_dtype=_FP32, grad_accum_steps=2, overlap_comm=True,
+          **_knobs(0, 1_000_000_000, 1_000_000_000, 0)),
+    _case(3, "gpt2", precision="fp16", world_size=3, rank=2, **_TIGHT),
+    _case(3, "bert", 5_000, communication_data_type=_FP32, world_size=3, rank=1, **_TIGHT),
+    _case(3, "llama", 5_000, communication_data_type=_FP32, grad_accum_dtype=_FP32, rank=1, grad_accum_steps=2, **_TIGHT),
+    _case(3, "opt", 5_000, reduce_scatter=False, world_size=3, rank=2, grad_accum_dtype=_FP32, **_TIGHT),
+    _case(3, "opt", 5_000, reduce_scatter=False, world_size=3, rank=1, **_TIGHT),
+    _case(3, "gpt2", 5_000, contiguous_gradients=False, world_size=3, rank=1, grad_accum_steps=2, **_TIGHT),
+    _case(3, "llama", zero_hpz_partition_size=2, world_size=4, rank=1, iterations=3, grad_accum_steps=2, **_TIGHT),
+    _case(3, "bert", zero_hpz_partition_size=2, world_size=4, rank=3, iterations=3, **_knobs(1_000, 10**9, 10**9, 10_000)),
+    _case(3, "gpt2", zero_init=True, world_size=3, rank=2, **_TIGHT),
+    _case(3, "llama", 5_000, **_BF16_MASTERS, world_size=3, rank=1, own_adam=True, **_TIGHT),
+    _case(3, "gpt2", 5_000, **_BF16_MASTERS, grad_accum_dtype=_FP32, grad_accum_steps=2, **_TIGHT),
+    # -- stage 3 with parts on the host or on NVMe -----------------------------------------------------------------------
+    _case(3, "llama", 5_000, offload_optimizer=OffloadOptimizer(), own_adam=True, rank=1, **_TIGHT, quick=True),
+    _case(3, "bert", 5_000, offload_optimizer=OffloadOptimizer(), own_adam=True, world_size=3, rank=2, grad_accum_steps=2,
+          sub_group_size=9_000, optimizer_groups="decay", **_TIGHT),
+    _case(3, "gpt2", 5_000, precision="fp32", offload_optimizer=OffloadOptimizer(pin_memory=False), world_size=8, rank=7,
+          grad_accum_steps=4, **_TIGHT, **_TORCH_ADAM),
+    _case(3, "opt", 5_000, precision="fp16", offload_optimizer=OffloadOptimizer(), own_adam=True, **_TIGHT),
+    _case(3, "llama", 5_000, grad_accum_dtype=_FP32, offload_optimizer=OffloadOptimizer(), own_adam=True,
+          grad_accum_steps=2, **_TIGHT),
+    _case(3, "bert", 5_000, bf16_master_weights_and_grads=True, offload_optimizer=OffloadOptimizer(), own_adam=True, **_TIGHT),
+    _case(3, "llama", offload_optimizer=OffloadOptimizer(ratio=0.5), own_adam=True, sub_group_size=20_000, **_TIGHT),
+    _case(3, "bert", offload_param=OffloadParam(), world_size=3, rank=1, iterations=3, **_TIGHT),
+    _case(3, "t5", offload_param=OffloadParam(pin_memory=False), precision="fp32", **_TIGHT),
+    _case(3, "gpt2", offload_param=OffloadParam(), offload_optimizer=OffloadOptimizer(), own_adam=True, world_size=64,
+          rank=63, grad_accum_steps=2, optimizer_groups="decay", **_TIGHT),
+    _case(3, "llama-wide", 1_000_000, offload_optimizer=OffloadOptimizer(device="nvme"), own_adam=True, **_TIGHT),
+    _case(3, "llama-wide", 1_000_000, offload_optimizer=OffloadOptimizer(device="nvme", buffer_count=5), world_size=3, rank=2,
+          sub_group_size=1_000_000, grad_accum_steps=2, aio_intra_op_parallelism=2, **_TIGHT, **_TORCH_ADAM),
+    _case(3, "llama-wide", 1_000_000, precision="fp32", own_adam=True, **_TIGHT, sub_group_size=1_000_000,
+          offload_optimizer=OffloadOptimizer(device="nvme", pipeline_read=True, buffer_count=12, pipeline_write=True)),
+    _case(3, "llama-wide", 1_000_000, offload_param=OffloadParam(device="nvme", buffer_size=1_000_000), **_TIGHT),
+    _case(3, "llama-wide", 1_000_000, own_adam=True, **_TIGHT, sub_group_size=1_000_000,
+          offload_optimizer=OffloadOptimizer(device="nvme"),
+          offload_param=OffloadParam(device="nvme", buffer_size=1_000_000, buffer_count=12, max_in_cpu=2_000_000)),
+    _case(3, "bert", overlap_comm=None, optimizer_groups="decay", world_size=4, iterations=3, **_auto(64)),
+)  # fmt: skip
