@@ -6,19 +6,24 @@ Zeroth-order training on several GPUs runs as that many processes over gloo.
 
 from __future__ import annotations
 
+import json
+import tempfile
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import CannotTell
 from ..planner.strategies import ZEROTH_ORDER
 from .compare import TOLERANCE, Comparison, Row, rows_of
-from .measurement import STEPS, PhaseBytes
+from .measurement import COMPONENTS, STEPS, PhaseBytes, Usage
 
 if TYPE_CHECKING:
     from ..planner.request import Request
     from ..planner.trace.source import TraceSource
     from ..planner.trace.steptrace import StepTrace
-    from .measurement import Usage
+    from .runtimes.deepspeed import Mark
+    from .zero_suite import Predicted
 
 _TORCH = ("ddp", "fsdp1", "fsdp2", "hsdp")
 _FAKE = "one rank of {gpus} runs on the CPU in torch's fake process group"
@@ -37,11 +42,9 @@ def run_engine(request: Request, traces: TraceSource, *, tolerance: float | None
     reason, theirs = "", None
     if request.method in ZEROTH_ORDER:
         judge = _zeroth_order
-    elif request.strategy in _TORCH:
-        judge = _torch
-        notes.append(_FAKE.format(gpus=request.gpus))
     else:
-        raise CannotTell(f"--strategy {request.strategy}: no engine here runs it. Use one of {', '.join(_TORCH)}")
+        judge = _torch if request.strategy in _TORCH else _deepspeed
+        notes.append(_FAKE.format(gpus=request.gpus))
     ours = _predicted(request, trace)
     try:
         theirs = judge(request, trace)
@@ -67,6 +70,10 @@ def _predicted(request: Request, trace: StepTrace) -> Usage:
     from .predicted import usage_of
 
     ledger = ledger_of(request, trace)
+    if request.strategy.startswith("zero"):
+        from .zero_suite import predicted_marks
+
+        return _usage_of_marks(predicted_marks(ledger))
     usage = usage_of(ledger)
     if request.method not in ZEROTH_ORDER:
         return usage
@@ -134,3 +141,57 @@ def _zeroth_order(request: Request, trace: StepTrace) -> Usage:
         frozen=request.frozen,
     )
     return run_zo(run).ranks[request.rank or 0].usage()
+
+
+def _deepspeed(request: Request, trace: StepTrace) -> Usage:
+    """The real engine on this rank; its model is made from a config, so that of a user's own program is not."""
+    from ..models import load
+    from ..planner.engines.deepspeed_write import engine_config
+    from ..planner.strategies import make_strategy
+    from ..planner.strategies.deepspeed_engine import settings_of, steps_by_itself
+    from .runtimes.deepspeed import EngineCase, run_cases
+
+    spec, settings = request.model, settings_of(request)
+    if spec.config is None:
+        raise CannotTell(f"{spec.name}: DeepSpeed is validated with transformers' models only")
+    if request.loop.clip_grad_norm or request.reentrant or request.loss != "model":
+        raise CannotTell("--clip-grad-norm, --reentrant and --loss are not part of what is run under DeepSpeed. Leave them out")
+    stage = int(request.strategy[-1])
+    config = engine_config(settings, stage, request.precision)
+    if request.precision == "fp16-mixed":
+        config["fp16"]["loss_scale"] = 1  # values are garbage: a step that overflows would be skipped
+    with tempfile.TemporaryDirectory(prefix="memplan-") as folder:
+        Path(folder, "config.json").write_text(json.dumps(spec.config), encoding="utf-8")
+        if load(folder).task != spec.task:
+            raise CannotTell(f"--task {spec.task}: DeepSpeed is validated for the task that the config names. Leave it out")
+        case = EngineCase(
+            reference=folder,
+            config=config,
+            precision=request.precision.removesuffix("-mixed"),
+            batch_size=request.micro_batch_size,
+            seq_len=request.seq_len,
+            recompute=request.recompute,
+            frozen=request.frozen,
+            world_size=request.gpus,
+            rank=getattr(make_strategy(request, trace), "rank", 0),
+            grad_accum_steps=request.loop.grad_accum_steps,
+            optimizer="deepspeed" if steps_by_itself(request, settings) else request.optimizer,
+            optimizer_impl="for-loop" if request.optimizer_impl == "default" else request.optimizer_impl,
+            groups=settings.optimizer_groups,
+            zero_init=settings.zero_init,
+            iterations=request.loop.iterations,
+        )
+        return _usage_of_marks(run_cases([case])[0])
+
+
+def _usage_of_marks(marks: Sequence[Mark | Predicted]) -> Usage:
+    """GPU and host together, which are one memory here; components as they are after the last step's phases."""
+    phases: dict[tuple[str, str], PhaseBytes] = {}
+    components = {}
+    for mark in marks:
+        key = mark.phase, STEPS[min(mark.iteration, 1)]
+        before = phases.get(key)
+        peak = max(mark.peak_bytes, before.peak_bytes if before else 0)
+        phases[key] = PhaseBytes(phase=key[0], step=key[1], peak_bytes=peak, after_bytes=mark.live_bytes)
+        components[mark.phase] = {name: size for name, size in mark.held.items() if name in COMPONENTS}
+    return Usage(counter="live", phases=tuple(phases.values()), components=components)

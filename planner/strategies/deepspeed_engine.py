@@ -110,20 +110,23 @@ def make(request: Request, trace: StepTrace) -> Strategy:
         trace,
         request.gpus,
         request.rank,
-        own_adam=_steps_by_itself(request, settings),
+        own_adam=steps_by_itself(request, settings),
         total_bytes=request.device.total_bytes,
     )
 
 
-def _steps_by_itself(request: Request, settings: DeepSpeedSettings) -> bool:
+def steps_by_itself(request: Request, settings: DeepSpeedSettings) -> bool:
     """Whether the optimizer is DeepSpeed's own Adam.  Offloading takes it unless it is told not to."""
     forced = settings.offload_optimizer is not None and settings.zero_force_ds_cpu_optimizer
     return request.optimizer in ("adam", "adamw") and (request.optimizer_impl == "default" or forced)
 
 
 def settings_of(request: Request) -> DeepSpeedSettings:
-    """The knobs of the question; `--offload` fills in DeepSpeed's defaults where they do not say what is offloaded."""
-    settings = request.deepspeed or DeepSpeedSettings()
+    """The knobs of the question; `--offload` fills in DeepSpeed's defaults where they do not say what is offloaded.
+
+    Where no knobs are given, stage 3 makes the model under `deepspeed.zero.Init`, as transformers' Trainer does.
+    """
+    settings = request.deepspeed or DeepSpeedSettings(zero_init=request.strategy == "zero3")
     optimizer, param = settings.offload_optimizer, settings.offload_param
     if optimizer is None and (device := _device_of("optimizer", request.offload)):
         optimizer = OffloadOptimizer(device=device)
@@ -181,8 +184,10 @@ def said(request: Request) -> list[str]:
         if part is not None
     ]
     adam = "DeepSpeedCPUAdam" if settings.offload_optimizer is not None else "FusedAdam"
-    steps = adam if _steps_by_itself(request, settings) else f"{request.optimizer} of torch"
+    steps = adam if steps_by_itself(request, settings) else f"{request.optimizer} of torch"
     found = [f"DeepSpeed 0.19 ZeRO-{request.strategy[-1]} with {knobs}, {' and '.join(parts) or 'no offload'}, {steps}"]
+    if settings.zero_init and request.deepspeed is None:
+        found.append("the model is made under deepspeed.zero.Init, as transformers' Trainer does")
     optimizer = settings.offload_optimizer
     if optimizer is not None and optimizer.device == "nvme" and int(request.strategy[-1]) < _PARTITIONS_PARAMS:
         found.append("below stage 3 DeepSpeed keeps in host memory what it is asked to put on NVMe")

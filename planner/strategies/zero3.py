@@ -37,6 +37,8 @@ from .zero3_hooks import ModuleUse, module_use
 from .zero3_store import Store
 from .zero_host import FP64, Adam, host_tier
 
+_NEARLY_WHOLE = 0.9  # of the parameters
+_WORTH_A_HINT = 10_000_000  # parameters
 _REDUCE_STREAM = 1  # `reduce_and_partition_stream`, with overlap_comm
 
 
@@ -299,3 +301,18 @@ class Zero3(Strategy):
                 sim.run_temporary(self._part(param) * FP64, "gradient in fp64 for the norm")
         self._stored.step()
         self._coordinator.gather_persistent(sim)
+
+    # -- after the run -----------------------------------------------------------------------------------------------------
+
+    def hints(self) -> list[str]:
+        """DeepSpeed's default knobs keep a model of less than 1e9 parameters whole once it has been gathered."""
+        if self._coordinator is None or self.world_size == 1:
+            return []
+        total, most = self._coordinator.num_elements, self._coordinator.most_live
+        if most < _NEARLY_WHOLE * total or total < _WORTH_A_HINT:
+            return []
+        whole = f"{most / 1e6:,.0f} of {total / 1e6:,.0f} million parameters are whole on every GPU at once"
+        return [
+            f"ZeRO-3 gathers the whole model: {whole}. To keep them in parts set both stage3_max_live_parameters "
+            "(30000000, say) and stage3_max_reuse_distance (0)"
+        ]

@@ -80,6 +80,8 @@ class ParamCoordinator:
         self._fetched_for: dict[int, int] = {}
         self._step = 0
         self._live = 0  # elements, as far as DeepSpeed counts them
+        self.num_elements = sum(slot.numel for slot in params)
+        self.most_live = 0  # elements that were whole at once, at most
         self._backward: dict[int, None] = {}  # modules whose backward runs, oldest first
         self._saved: dict[int, list[Block]] = {}  # by module: gathered weights that a checkpoint holds
         self._released: dict[tuple[int, int], frozenset[int]] = {}
@@ -245,6 +247,7 @@ class ParamCoordinator:
             return
         elements = sum(self._padded(p) for p in chosen)
         self._live += sum(p.slot.numel for p in chosen)
+        self.most_live = max(self.most_live, self._live)
         sim.enqueue("all_gather", elements * ITEMSIZE[chosen[0].slot.dtype], self._stream)
         handle = _Handle(None, {p.index for p in chosen})
         buffer = self._buffer(sim, chosen[0], elements, self._stream)

@@ -63,10 +63,26 @@ def test_the_model_is_the_one_that_was_measured(bert_large):
 
 
 def test_zero3_with_default_knobs_gathers_the_whole_model(bert_large):
-    ledger = run(bert_large, Zero3(4, 0, DeepSpeedSettings(**AUTO)))
+    strategy = Zero3(4, 0, DeepSpeedSettings(**AUTO))
+    ledger = run(bert_large, strategy)
     assert after_mib(ledger, Phase.INIT, 0) == 641.2
     assert after_mib(ledger, Phase.STEP, 2) == 1281.1
     assert [peak_mib(ledger, p) for p in (Phase.FORWARD, Phase.BACKWARD, Phase.STEP)] == [1956.0, 1962.1, 1759.9]
+
+
+def test_the_advice_names_the_two_settings_that_keep_it_in_parts(bert_large):
+    default, tight = (
+        Zero3(4),
+        Zero3(4, 0, DeepSpeedSettings(stage3_max_live_parameters=30_000_000, stage3_max_reuse_distance=0)),
+    )
+    for strategy in (default, tight):
+        run(bert_large, strategy)
+
+    (hint,) = default.hints()
+    assert "335 of 335 million parameters" in hint
+    assert "stage3_max_live_parameters" in hint
+    assert "stage3_max_reuse_distance" in hint
+    assert tight.hints() == []
 
 
 def test_zero3_with_tight_knobs_peaks_at_the_step(bert_large):

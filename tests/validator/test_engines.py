@@ -6,6 +6,8 @@ from memplan.planner.strategies.zo_settings import ZoSettings
 from memplan.planner.trace.source import TraceSource
 from memplan.validator.api import request_for, run
 from memplan.validator.engines import has_engine, run_engine
+from memplan.validator.measurement import COMPONENTS
+from memplan.validator.zero_suite import SCALARS_BYTES
 from memplan.validator.zoo import find
 
 LLAMA = find("llama").spec(num_hidden_layers=3)
@@ -31,6 +33,18 @@ def test_a_rank_of_the_real_engine_agrees_with_the_prediction(traces, strategy, 
     assert found.reason == ""
     assert not [row for row in found.rows if row.difference_bytes]
     assert found.agrees
+
+
+@pytest.mark.parametrize(("strategy", "offload"), [("zero2", ()), ("zero3", ("optimizer", "param"))])
+def test_a_rank_of_the_real_deepspeed_agrees_with_the_prediction(traces, strategy, offload):
+    pytest.importorskip("deepspeed")
+    found = run_engine(asked(strategy=strategy, gpus=4, precision="bf16-mixed", offload=offload), traces)
+
+    assert found.reason == ""
+    assert found.agrees
+    # zero.Init makes the rotary tables, a few bytes, in bf16
+    assert not [row for row in found.rows if row.what in set(COMPONENTS) - {"buffer"} and row.difference_bytes]
+    assert not [row for row in found.rows if abs(row.difference_bytes) > SCALARS_BYTES]
 
 
 @pytest.mark.parametrize("method", ["mezo", "zo2"])
