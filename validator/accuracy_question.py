@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 from ..errors import CannotTell, UserError
 from ..units import GiB
 from .accuracy_models import attention_of, profile_of, spec_of, version_of
-from .accuracy_rows import Row
+from .accuracy_rows import ADAPTER_METHODS, Row
 
 if TYPE_CHECKING:
     from ..hardware.profile import Device
+    from ..models.adapters import AdapterSettings
     from ..planner.request import Request
     from ..planner.strategies.fsdp_settings import FsdpSettings
 
@@ -60,6 +61,7 @@ def question_of(row: Row) -> Question:
     profile = profile_of(row)
     device = _device(row)
     optimizer, impl = _optimizer(row)
+    adapter = _adapter(row)
     spec = spec_of(row)
     several = profile.loop_of_several if row.strategy.parallel.kind != SINGLE else None
     loop: dict[str, Any] = {"grad_accum_steps": row.workload.grad_accum, **(profile.loop if several is None else several)}
@@ -75,6 +77,8 @@ def question_of(row: Row) -> Question:
         target_len=row.workload.target_len,
         image_size=row.workload.image_size,
         precision=_precision(row),
+        method=adapter.kind if adapter is not None else "full",
+        adapter=adapter,
         strategy=_strategy(row),
         gpus=row.hardware.num_gpus if _strategy(row) != SINGLE else 1,
         offload=_offload(row),
@@ -99,7 +103,7 @@ def question_of(row: Row) -> Question:
 
 def _refuse_what_is_not_modelled(row: Row) -> None:
     strategy = row.strategy
-    if strategy.method not in ("full", "none"):
+    if strategy.method not in ("full", "none", *ADAPTER_METHODS):
         raise CannotTell(f"method {strategy.method} is not modelled yet")
     if strategy.offload.any and (strategy.parallel.kind == "single" or strategy.offload.activation == "cpu"):
         raise CannotTell("offload of activations, and of anything on one GPU, is not modelled yet")
@@ -204,9 +208,46 @@ def _precision(row: Row) -> str:
     found = _PRECISION.get((p.param_dtype, p.autocast))
     if found is None:
         raise CannotTell(f"{p.param_dtype} parameters under {p.autocast} autocast are not modelled")
-    if p.grad_dtype is not None and p.grad_dtype != p.param_dtype:
-        raise CannotTell(f"{p.grad_dtype} gradients of {p.param_dtype} parameters are not modelled")
+    if p.grad_dtype is not None and p.grad_dtype != _trained_dtype(row):
+        raise CannotTell(f"{p.grad_dtype} gradients of {_trained_dtype(row)} parameters are not modelled")
     return found
+
+
+def _adapter(row: Row) -> AdapterSettings | None:
+    """The adapter as peft would be told of it."""
+    from ..models.adapters import BASE_QUANTS, KINDS, AdapterSettings
+
+    said, precision = row.strategy.adapter, row.strategy.precision
+    if said is None:
+        return None
+    if said.kind not in KINDS:
+        raise CannotTell(f"adapter {said.kind} is not modelled yet")
+    base_quant = {"gptq-4bit": "gptq"}.get(said.base_quant, said.base_quant)
+    if base_quant not in BASE_QUANTS:
+        raise CannotTell(f"a base quantised by {said.base_quant} is not modelled yet")
+    kind = KINDS[said.kind]
+    if said.adapter_dtype not in (None, "fp32", precision.param_dtype):
+        raise CannotTell(f"{said.adapter_dtype} adapters of {precision.param_dtype} parameters are not modelled")
+    in_fp32 = said.adapter_dtype != precision.param_dtype or precision.param_dtype == "fp32"
+    return AdapterSettings(
+        kind=said.kind,
+        rank=said.rank if kind.rank else None,
+        alpha=said.alpha if kind.alpha else None,
+        dropout=said.dropout if kind.dropout else None,
+        targets=tuple(said.targets) if kind.targets else (),
+        modules_to_save=tuple(said.modules_to_save),
+        virtual_tokens=said.num_virtual_tokens if kind.tokens else None,
+        base_quant=base_quant,
+        upcast=precision.nonquantised_upcast_fp32,
+        adapter_dtype=None if in_fp32 else "base",
+        autocast=precision.autocast != "none",
+    )
+
+
+def _trained_dtype(row: Row) -> str | None:
+    """The dtype of what the optimizer steps on."""
+    adapter = row.strategy.adapter
+    return row.strategy.precision.param_dtype if adapter is None else adapter.adapter_dtype or "fp32"
 
 
 def _optimizer(row: Row) -> tuple[str, str]:
@@ -223,10 +264,8 @@ def _optimizer(row: Row) -> tuple[str, str]:
         impl = "default"  # nobody read it: what torch takes depends on its version
     if impl not in ("default", "foreach", "fused", "for-loop"):
         raise CannotTell(f"optimizer {o.name} of {o.impl} is not modelled yet")
-    if o.state_dtype is not None and o.state_dtype != row.strategy.precision.param_dtype:
-        raise CannotTell(
-            f"{o.state_dtype} optimizer state of {row.strategy.precision.param_dtype} parameters is not modelled yet"
-        )
+    if o.state_dtype is not None and o.state_dtype != _trained_dtype(row):
+        raise CannotTell(f"{o.state_dtype} optimizer state of {_trained_dtype(row)} parameters is not modelled yet")
     return name, impl_in(name, impl, version_of(row, "torch"))
 
 

@@ -53,6 +53,7 @@ class _Unit:
     shard: int = 0  # c
     gathered: Block | None = None
     prefetched: bool = False
+    ticket: int | None = None  # of the gather that nothing has waited for yet
     needs_unshard: bool = False  # `_needs_pre_backward_unshard`
     in_backward: bool = False
     place: int | None = None  # `_post_forward_index`
@@ -211,12 +212,14 @@ class FullySharded(Strategy):
         if kind is Pass.FORWARD:
             if not unit.prefetched:
                 self._unshard(sim, unit)
+            self._wait(sim, unit)
             if self.settings.forward_prefetch:
                 self._prefetch(sim, self._next_forward(unit))
         elif kind is Pass.BACKWARD and not unit.in_backward:
             unit.in_backward = True
             if unit.needs_unshard and not unit.prefetched:
                 self._unshard(sim, unit)
+            self._wait(sim, unit)
             unit.needs_unshard = False
             if self.settings.backward_prefetch == "BACKWARD_PRE":
                 self._prefetch_backward(sim, unit)
@@ -334,9 +337,15 @@ class FullySharded(Strategy):
                 sim.free(copy)
         nbytes = unit.shard * self.world_size * narrow
         unit.gathered = sim.alloc(Component.COMM_BUFFER, nbytes, unit.fqn, "gathered parameters", stream=_UNSHARD_STREAM)
-        sim.enqueue("all_gather", nbytes, _UNSHARD_STREAM)
+        unit.ticket = sim.enqueue("all_gather", nbytes, _UNSHARD_STREAM, ranks=self.world_size)
         if own is not None:
             sim.free(own)
+
+    def _wait(self, sim: Simulation, unit: _Unit) -> None:
+        """`current_stream().wait_stream(_unshard_stream)`."""
+        if unit.ticket is not None:
+            sim.wait(unit.ticket)
+            unit.ticket = None
 
     def _release(self, sim: Simulation, unit: _Unit) -> None:
         if unit.gathered is not None:
@@ -407,9 +416,9 @@ class FullySharded(Strategy):
             nbytes = unit.shard * self.world_size * r
             going.append(sim.alloc(Component.COMM_BUFFER, nbytes, unit.fqn, "padded gradient", stream=stream))
         output = sim.alloc(Component.GRAD, unit.shard * r, unit.fqn, "sharded gradient", stream=stream)
-        sim.enqueue("reduce_scatter", unit.shard * self.world_size * r, stream)
+        sim.enqueue("reduce_scatter", unit.shard * self.world_size * r, stream, ranks=self.world_size)
         if self.replicas > 1:
-            sim.enqueue("all_reduce", unit.shard * r, stream)
+            sim.enqueue("all_reduce", unit.shard * r, stream, ranks=self.replicas, stride=self.world_size)
         if reduced != stored:
             cast = sim.alloc(Component.GRAD, unit.shard * ITEMSIZE[stored], unit.fqn, "sharded gradient", stream=stream)
             sim.free(output)

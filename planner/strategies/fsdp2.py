@@ -36,7 +36,16 @@ from ..simulate import Block, Simulation
 from ..trace.steptrace import ITEMSIZE, EventKind, Pass, Phase, StepTrace, TensorSlot
 from .base import Strategy
 from .fsdp_settings import FsdpSettings
-from .fsdp_units import ROOT, CastInputs, depth, longest_list, must_suit_narrow_trace, refuse_two_precisions, times_entered, wrapped_by
+from .fsdp_units import (
+    ROOT,
+    CastInputs,
+    depth,
+    longest_list,
+    must_suit_narrow_trace,
+    refuse_two_precisions,
+    times_entered,
+    wrapped_by,
+)
 
 if TYPE_CHECKING:
     from ..request import Request
@@ -78,6 +87,7 @@ class _Group:
     unsharded: list[Block] = field(default_factory=list)
     gathered: Block | None = None  # the all-gather's output, until it is copied out
     pending: bool = False  # a gather has begun
+    ticket: int | None = None  # of that gather
     grads: dict[str, Block] = field(default_factory=dict)  # as autograd made them
     upcast: dict[str, Block] = field(default_factory=dict)  # accumulated without reducing, in the type of the reduction
     shard_grad: Block | None = None
@@ -241,7 +251,7 @@ class FullyShard(Strategy):
             group.places.clear()
             if group.gathered is not None:  # gathered ahead for a backward that never came
                 sim.free(group.gathered)
-            group.gathered, group.pending = None, False
+            group.gathered, group.pending, group.ticket = None, False, None
         self._drop_reduce_inputs(sim)
         if self._cast_inputs is not None:
             self._cast_inputs.end_of_micro_step(sim)
@@ -295,7 +305,7 @@ class FullyShard(Strategy):
         if not inputs and self._casts(group.params[0]):
             inputs = [self._buffer(sim, nbytes, group, "cast shards", stream)]
         group.gathered = self._buffer(sim, nbytes * self.world_size, group, "all-gather output", stream)
-        sim.enqueue("all_gather", nbytes * self.world_size, stream)
+        group.ticket = sim.enqueue("all_gather", nbytes * self.world_size, stream, ranks=self.world_size)
         for block in inputs:
             sim.free(block)
 
@@ -319,6 +329,9 @@ class FullyShard(Strategy):
         if not group.pending:
             return
         group.pending = False
+        if group.ticket is not None:
+            sim.wait(group.ticket)
+            group.ticket = None
         cast: Block | None = None
         for slot in group.params:
             nbytes = self._padded(slot) * ITEMSIZE[slot.dtype]
@@ -375,9 +388,9 @@ class FullyShard(Strategy):
         for block in grads:
             sim.free(block)
         output = sim.alloc(Component.GRAD, nbytes, group.fqn, "sharded gradients", stream=_REDUCE_STREAM)
-        sim.enqueue("reduce_scatter", nbytes * self.world_size, _REDUCE_STREAM)
+        sim.enqueue("reduce_scatter", nbytes * self.world_size, _REDUCE_STREAM, ranks=self.world_size)
         if self.replicas > 1:
-            sim.enqueue("all_reduce", nbytes, _REDUCE_STREAM)
+            sim.enqueue("all_reduce", nbytes, _REDUCE_STREAM, ranks=self.replicas, stride=self.world_size)
         if stored != dtype:
             reduced = output
             size = elements * ITEMSIZE[stored]

@@ -7,11 +7,13 @@ import textwrap
 import pytest
 from memplan.errors import CannotTell
 from memplan.planner.api import fits, make_request
+from memplan.planner.predict import ledger_of, simulated
 from memplan.planner.prediction import Verdict
+from memplan.planner.simulate import WAIT
 from memplan.planner.strategies import make_strategy
 from memplan.planner.strategies.fsdp_settings import FsdpSettings
-from memplan.planner.strategies.fsdp_units import has_float_inputs
-from memplan.planner.trace.source import TraceSource
+from memplan.planner.strategies.fsdp_units import float_inputs, must_suit_narrow_trace
+from memplan.planner.trace.source import TraceSource, trace_options
 
 MODELS = """
     import torch
@@ -51,10 +53,18 @@ def made(request):
     return make_strategy(request, TraceSource().step(request))
 
 
-def test_autocast_goes_with_fsdp2(file):
-    answer = fits(f"{file}:words", "a100-80gb", seq_len=8, strategy="fsdp2", gpus=4, precision="bf16-autocast")
+@pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
+def test_autocast_goes_with_fsdp(file, strategy):
+    answer = fits(f"{file}:words", "a100-80gb", seq_len=8, strategy=strategy, gpus=4, precision="bf16-autocast")
 
     assert answer.verdict is Verdict.FITS
+
+
+def test_autocast_keeps_no_casts_of_fsdp1s_parameters_since_they_are_views(file):
+    options = {"gpus": 4, "precision": "bf16-autocast"}
+
+    assert not trace_options(ask(file, strategy="fsdp1", **options)).autocast_cache
+    assert trace_options(ask(file, strategy="fsdp2", **options)).autocast_cache
 
 
 @pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
@@ -69,15 +79,15 @@ def test_a_users_model_that_reads_token_ids_may_be_mixed(file, strategy):
     assert made(ask(file, strategy=strategy, **MIXED)).settings.param_dtype == "bfloat16"
 
 
-@pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
-def test_a_floating_point_input_of_a_mixed_run_is_refused(file, strategy):
-    with pytest.raises(CannotTell, match="the model's floating-point input is not cast"):
-        made(ask(file, "pictures", strategy=strategy, **MIXED))
+def test_an_input_that_is_wider_than_the_traces_parameters_is_refused(file):
+    wide = TraceSource().step(ask(file, "pictures", precision="fp32"))
+    with pytest.raises(CannotTell, match="a floating-point input that the model takes wider"):
+        must_suit_narrow_trace("fsdp2", wide, "bfloat16")
 
 
 @pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
 def test_a_large_buffer_of_a_mixed_run_is_refused_by_name(file, strategy):
-    with pytest.raises(CannotTell, match="the buffer table is not cast"):
+    with pytest.raises(CannotTell, match="the buffer table is not modelled"):
         made(ask(file, strategy=strategy, buffer=5000, **MIXED))
 
 
@@ -98,6 +108,28 @@ def test_the_root_may_be_wrapped_otherwise_than_its_blocks(file):
     assert (strategy.settings.reshard_after_forward, strategy.settings.root_reshard_after_forward) == (True, False)
 
 
-@pytest.mark.parametrize(("factory", "expected"), [("words", False), ("pictures", True)])
+@pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
+def test_images_of_a_mixed_run_are_there_in_fp32_and_narrow(strategy):
+    tiny = {"hidden_size": "32", "num_hidden_layers": "2", "num_attention_heads": "2", "intermediate_size": "64"}
+    request = make_request("google/vit-base-patch16-224", "a100-80gb", overrides=tiny, strategy=strategy, **MIXED)
+    trace = TraceSource().step(request)
+    ledger = ledger_of(request, trace)
+
+    half = 1 * 3 * 224 * 224 * 2  # bytes of an image in 16 bits, which is half of it in 32
+    assert list(float_inputs(trace).values()) == ["bfloat16"]
+    assert max(ledger.live_bytes()) > 3 * half
+
+
+@pytest.mark.parametrize(("factory", "expected"), [("words", []), ("pictures", ["float32"])])
 def test_what_a_step_reads_says_whether_its_input_is_floating_point(file, factory, expected):
-    assert has_float_inputs(TraceSource().step(ask(file, factory, precision="fp32"))) is expected
+    assert list(float_inputs(TraceSource().step(ask(file, factory, precision="fp32"))).values()) == expected
+
+
+@pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
+def test_every_gather_is_waited_for(file, strategy):
+    request = ask(file, strategy=strategy, gpus=4, precision="fp32")
+    work = simulated(request, TraceSource().step(request)).work
+
+    gathers = {ticket for ticket, w in enumerate(work) if w.kind == "all_gather"}
+    assert gathers
+    assert gathers == {ticket for w in work if w.kind == WAIT for ticket in w.after}

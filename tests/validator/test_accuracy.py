@@ -257,6 +257,99 @@ def test_the_loss_is_that_of_the_version_that_ran(version, logits):
     assert (spec.factory.kwargs["logits"] if spec.factory else None) == logits
 
 
+# -- several GPUs ------------------------------------------------------------------------------------------------------------
+
+
+def several(kind, gpus=2, **changes):
+    parallel = {"kind": kind, "dp": gpus, "tp": 1, "pp": 1, "cp": 1, **changes.pop("parallel", {})}
+    return row(hardware__num_gpus=gpus, strategy__parallel=parallel, **changes)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp1", "fsdp2"])
+def test_a_row_of_several_gpus_asks_for_its_strategy(kind):
+    request = question_of(several(kind, gpus=4)).request
+
+    assert (request.strategy, request.gpus, request.precision) == (kind, 4, "bf16")
+
+
+def test_fsdp_over_wide_parameters_computes_in_the_type_that_the_row_names():
+    wide = {"param_dtype": "fp32", "autocast": "bf16"}
+    request = question_of(several("fsdp1", parallel={"mixed_precision_param_dtype": "bf16"}, strategy__precision=wide)).request
+
+    assert request.precision == "bf16-mixed"
+    assert (request.fsdp.param_dtype, request.fsdp.stored_dtype, request.fsdp.reduce_dtype) == ("bfloat16", "float32", None)
+
+
+def test_what_a_launcher_sets_goes_into_the_question():
+    wide = {"param_dtype": "fp32", "autocast": "bf16"}
+    mixed = {"parallel": {"mixed_precision_param_dtype": "bf16"}, "strategy__precision": wide}
+    ours = question_of(several("fsdp1", source__name="fms-acceleration", **mixed)).request.fsdp
+    narrow = question_of(several("fsdp1", source__name="fms-acceleration")).request.fsdp
+
+    assert (ours.use_orig_params, ours.reduce_dtype, ours.buffer_dtype) == (True, "bfloat16", "bfloat16")
+    assert (narrow.use_orig_params, narrow.reduce_dtype, narrow.param_dtype) == (True, None, None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reshards", "expected"),
+    [
+        ("fsdp1", True, ("FULL_SHARD", None)),
+        ("fsdp1", False, ("SHARD_GRAD_OP", None)),
+        ("fsdp2", True, ("FULL_SHARD", None)),
+        ("fsdp2", False, ("FULL_SHARD", False)),
+    ],
+)
+def test_parameters_go_after_forward_where_the_row_says_so(kind, reshards, expected):
+    fsdp = question_of(several(kind, parallel={"reshard_after_forward": reshards})).request.fsdp
+
+    assert (fsdp.sharding_strategy, fsdp.reshard_after_forward) == expected
+
+
+def test_16_bit_parameters_with_fp32_masters_are_deepspeeds_mixed_precision():
+    masters = {"param_dtype": "bf16", "autocast": "none", "master_weights": "fp32"}
+
+    assert question_of(several("zero2", strategy__precision=masters)).request.precision == "bf16-mixed"
+
+
+def test_what_leaves_the_gpus_goes_into_the_question():
+    request = question_of(several("fsdp1", strategy__offload={"optimizer": "cpu", "param": "cpu", "grad": "cpu"})).request
+
+    assert request.offload == ("optimizer", "param")
+
+
+def test_gradients_that_a_student_averages_where_they_lie_need_what_one_gpu_needs():
+    request = question_of(several("ddp", **CS336)).request
+
+    assert (request.strategy, request.gpus) == ("single", 1)
+    assert (request.loop.zero_grad, request.loop.keep_outputs, request.loop.iterations) == ("before-forward", False, 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "reason"),
+    [
+        ("fsdp2", {"parallel": {"dp": 1, "tp": 2}}, "TP is not modelled"),
+        ("naive-pp", {}, "pipeline parallelism"),
+        ("fsdp-own", {}, "the author's own FSDP"),
+        ("zero1", CS336, "ZeRO-1 of the source's own making"),
+        ("fsdp1", {"strategy__offload": {"activation": "cpu"}}, "offload of activations"),
+        ("fsdp2", {"source__name": "torchtitan", "model__family": "qwen3"}, "torchtitan's qwen3"),
+    ],
+)
+def test_what_is_not_modelled_on_several_gpus_says_why(kind, changes, reason):
+    with pytest.raises(CannotTell, match=reason):
+        question_of(several(kind, **changes))
+
+
+def test_a_source_with_recompute_of_its_own_is_not_given_another():
+    asked = question_of(
+        several("fsdp2", source__name="torchtitan", strategy__recompute="selective-op", model__config__num_key_value_heads=4)
+    ).request
+
+    assert asked.recompute == "none"
+    assert asked.model.factory.kwargs["recompute"] == "selective-op"
+    assert asked.alloc_conf == "expandable_segments:True"
+
+
 def test_gradients_were_kept_before_torch_2():
     assert question_of(row(software="torch 1.12 cu113")).request.loop.set_to_none is False
     assert question_of(row(software="torch 2.1.0")).request.loop.set_to_none is True

@@ -64,6 +64,10 @@ def test_the_collection_says_what_was_collected(rows):
         ("hfdoc-bertlarge-bs4-fp32", 0.02),  # older_torch
         ("fms-a100_80gb-004", 0.01),  # language_models: shifted logits, a cache despite checkpoints
         ("fms-a100_80gb_granite-008", 0.02),  # language_models: a loss in place
+        ("fms-a100_80gb-003", 0.002),  # FSDP1 of accelerate on two GPUs, all in bf16
+        ("titan-h100-8b-8gpu-eager", 0.05),  # torchtitan_llama: FSDP2 on eight GPUs, reserved
+        ("titan-h100-8b-128gpu-eager", 0.05),
+        ("cs336-wedsonlin-ddp", 0.002),  # gradients averaged where they lie
     ],
 )
 def test_a_published_class_predicts_its_run(rows, traces, row_id, within):
@@ -71,6 +75,25 @@ def test_a_published_class_predicts_its_run(rows, traces, row_id, within):
 
     assert scored.expressed, scored.reason
     assert scored.ratio == pytest.approx(1, abs=within)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("row_id", "within"),
+    [
+        ("fms-a100_80gb_liger-034", 0.001),  # fp32 shards, all else narrow
+        ("fms-a100_80gb_liger-066", 0.01),  # four GPUs
+        ("fms-a100_80gb_granite-005", 0.002),
+    ],
+)
+def test_fsdp1_predicts_its_run(rows, traces, row_id, within):
+    assert score_row(rows[row_id], traces).ratio == pytest.approx(1, abs=within)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row_id", ["fms-a100_80gb-027", "fms-a100_80gb_liger-035", "fms-a100_80gb_liger-068"])
+def test_what_ran_out_of_memory_on_several_gpus_is_predicted_to(rows, traces, row_id):
+    assert score_row(rows[row_id], traces).verdict == "does_not_fit"
 
 
 @pytest.mark.slow

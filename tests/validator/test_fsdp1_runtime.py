@@ -21,6 +21,7 @@ GPT2 = find("gpt2").spec(n_layer=3)
 LLAMA = find("llama").spec(num_hidden_layers=3)
 BERT = find("bert").spec()
 T5 = find("t5").spec()
+VIT = find("vit").spec()
 
 
 def knobs(**changes) -> FsdpSettings:
@@ -42,12 +43,18 @@ CASES = {
     "mixed precision": (LLAMA, 4, 0, knobs(**NARROW), {}, "bf16"),
     "mixed precision, reduced wide": (LLAMA, 8, 7, knobs(**WIDE_REDUCTION, use_orig_params=True), {}, "bf16"),
     "mixed precision, accumulated": (LLAMA, 4, 0, knobs(**NARROW), {"grad_accum_steps": 3}, "bf16"),
+    "mixed precision, buffers too": (LLAMA, 4, 0, knobs(**NARROW, buffer_dtype="bfloat16"), {}, "bf16"),
+    "mixed precision, images": (VIT, 4, 0, knobs(**NARROW), {}, "bf16"),
+    "mixed precision, images, accumulated": (VIT, 4, 0, knobs(**NARROW), {"grad_accum_steps": 2}, "bf16"),
     "accumulated whole": (LLAMA, 4, 0, knobs(), {"grad_accum_steps": 2}, None),
     "accumulated in shards": (LLAMA, 4, 0, knobs(no_sync=False), {"grad_accum_steps": 2}, None),
     "accumulated, kept after forward": (LLAMA, 4, 0, knobs(sharding_strategy="SHARD_GRAD_OP"), {"grad_accum_steps": 2}, None),
     "recompute": (LLAMA, 4, 0, knobs(), {"recompute": "full"}, None),
     "encoder and decoder": (T5, 4, 0, knobs(), {}, None),
     "frozen first units": (LLAMA, 4, 0, knobs(), {"frozen": ("model.layers.0",)}, None),
+    "autocast, norms in fp32": (LLAMA, 4, 1, knobs(), {"precision": "bf16-autocast"}, None),
+    "autocast": (GPT2, 4, 1, knobs(use_orig_params=True), {"precision": "bf16-autocast"}, None),
+    "autocast, recompute": (T5, 4, 1, knobs(), {"precision": "bf16-autocast", "recompute": "full"}, None),
     "momentum": (LLAMA, 2, 0, knobs(use_orig_params=True), {"optimizer": "sgd-momentum"}, None),
 }  # fmt: skip
 
@@ -60,7 +67,8 @@ def _source() -> TraceSource:
 def compared(name: str):
     model, world_size, rank, settings, options, traced_as = CASES[name]
     request = request_for(model, "cpu", **{"micro_batch_size": 2, "seq_len": 32, "steps": 2, **options})
-    trace = _source().step(request.but(precision=traced_as) if traced_as else request, target="cpu")
+    asked = request.but(strategy="fsdp1", gpus=world_size, precision=traced_as or request.precision)
+    trace = _source().step(asked, target="cpu")
     rule = traced_rule(request.optimizer, request.optimizer_impl, target="cpu")
     ledger, _ = simulate(trace, FullySharded(world_size, settings, rank=rank), optimizer=rule, loop=request.loop, rank=rank)
     ledger.check()

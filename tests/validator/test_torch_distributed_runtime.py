@@ -91,6 +91,13 @@ FSDP2 = {
     "one rank": (LLAMA, 1, 0, MIXED, {}, "bf16"),
     "kept after forward": (LLAMA, 4, 0, Fsdp2Settings(reshard_after_forward=False), {}, None),
     "root dropped too": (LLAMA, 4, 0, Fsdp2Settings(reshard_after_forward=True), {}, None),
+    "root dropped, blocks kept": (
+        LLAMA, 4, 0, Fsdp2Settings(reshard_after_forward=False, root_reshard_after_forward=True), {}, None,
+    ),
+    "root kept, blocks dropped": (
+        LLAMA, 4, 0, Fsdp2Settings(reshard_after_forward=True, root_reshard_after_forward=False), {}, None,
+    ),
+    "autocast and recompute": (T5, 4, 0, Fsdp2Settings(), {"precision": "bf16-autocast", "recompute": "full"}, None),
     "mixed precision": (LLAMA, 4, 0, MIXED, {}, "bf16"),
     "mixed precision, reduced narrow": (LLAMA, 4, 0, Fsdp2Settings(param_dtype="bfloat16"), {}, "bf16"),
     "mixed precision, accumulated": (LLAMA, 4, 1, MIXED, {"grad_accum_steps": 3}, "bf16"),
@@ -117,6 +124,14 @@ def test_fsdp2_has_the_peaks_and_the_states_of_a_real_rank(name):
     model, world_size, rank, settings, options, traced_as = FSDP2[name]
     request = asked(model, steps=2, **options)
     assert_equal(compared(lambda: FullyShard(world_size, settings), request, rank=rank, traced_as=traced_as))
+
+
+@pytest.mark.parametrize("model", ["vit", "dinov2"])
+def test_images_are_cast_by_the_root_of_a_mixed_run(model):
+    """Equal but for eight bytes of a scalar."""
+    rows = compared(lambda: FullyShard(4, MIXED), asked(find(model).spec(), steps=2), traced_as="bf16")
+
+    assert max(abs(r.difference_bytes) for r in rows) <= 8
 
 
 def test_clipping_of_sharded_gradients_is_within_a_thousandth():
