@@ -100,6 +100,23 @@ def _addmm(signature: Signature, device: Device, torch_version: tuple[int, int])
     return plain
 
 
+def _matmul_4bit(signature: Signature, device: Device, torch_version: tuple[int, int]) -> Hidden:
+    """bitsandbytes' product with a 4-bit weight: dequantised whole, in the dtype of the input, and multiplied by cuBLAS.
+
+    backends/cuda/ops.py (0.50.2), _dequant_linear_fallback: with double quantisation first the scales, twice (before and after
+    their offset is added).  Few rows go through a kernel that dequantises as it reads: always up to 4, and up to 512 rows where
+    it was found to be faster, by card and shape; from 5 rows on the copy is counted.
+    """
+    rows, weight = signature.inputs[0], signature.inputs[1]
+    width = rows.shape[-1]
+    if rows.numel <= 4 * width and width % 64 == 0:
+        return _NOTHING
+    dense = width * signature.outputs[0].shape[-1] * rows.itemsize
+    blocks = -(-2 * weight.nbytes // 64)
+    scales = (_FP32 * blocks, _FP32 * blocks) if any(s.dtype == "uint8" for s in signature.inputs[2:]) else ()
+    return Hidden(transient=(*scales, dense), workspace=_matmul(signature, device, torch_version).workspace)
+
+
 # -- attention ---------------------------------------------------------------------------------------------------------
 
 
@@ -327,6 +344,7 @@ _RULES: dict[str, Callable[[Signature, Device, tuple[int, int]], Hidden]] = {
     "aten.addmm.default": _addmm,
     "aten.addmv.default": _matmul,
     "aten.mv.default": _matmul,
+    "bitsandbytes.gemm_4bit.default": _matmul_4bit,
     "memplan.attention.default": _attention,
     "memplan.attention_backward.default": _attention_backward,
     "aten.sum.dim_IntList": _reduction,

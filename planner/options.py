@@ -108,14 +108,16 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     zo.add_argument("--zo-no-overlap", action="store_true", help="copies wait for compute, from pageable memory")
     zo.add_argument("--zo-no-cache", action="store_true", help="mezo: the forward builds no key-value cache")
     adapters = parser.add_argument_group("adapters (--method lora, qlora, dora, rslora, oft, ia3, prefix-tuning ...)")
-    adapters.add_argument("--lora-rank", type=int, metavar="R", help="rank; of OFT and BOFT the block size (default: peft's)")
+    adapters.add_argument("--lora-rank", type=int, metavar="R", help="rank; of OFT and C3A the block size (default: peft's)")
     adapters.add_argument("--lora-alpha", type=float, metavar="A", help="scale of the adapter: no memory depends on it")
     adapters.add_argument("--lora-dropout", type=float, metavar="P", help="dropout in front of the adapter (default: peft's)")
     targets = "all-linear, or module names: q_proj,v_proj (default: what peft takes for the family)"
     adapters.add_argument("--lora-targets", metavar="NAMES", help=targets)
-    adapters.add_argument("--modules-to-save", metavar="NAMES", help="modules that train in full beside the adapter: lm_head,...")
+    adapters.add_argument(
+        "--modules-to-save", metavar="NAMES", help="modules that train in full beside the adapter: lm_head,..."
+    )
     adapters.add_argument("--virtual-tokens", type=int, metavar="N", help="tokens of prompt, prefix and p-tuning (default: 20)")
-    quants = "how the frozen weights are stored: none, nf4, nf4-dq, fp4, fp4-dq (-dq: double quantisation; qlora: nf4-dq)"
+    quants = "how the frozen weights are stored: none, nf4, nf4-dq, fp4, fp4-dq, gptq (qlora: nf4-dq; -dq: double quantisation)"
     adapters.add_argument("--base-quant", metavar="Q", help=quants)
     adapters.add_argument(
         "--no-upcast", action="store_true", help="without prepare_model_for_kbit_training: norms and head stay in 16 bits"

@@ -48,10 +48,11 @@ def predict_with_ledger(request: Request, traces: TraceSource) -> tuple[Predicti
         run = simulated(request, trace)
     except CannotTell as error:
         return unknown(request, str(error)), None
-    return _answer(request, trace, run), run.ledger
+    return answer(request, trace, run), run.ledger
 
 
-def _answer(request: Request, trace: StepTrace, run: Simulated) -> Prediction:
+def answer(request: Request, trace: StepTrace, run: Simulated) -> Prediction:
+    """The answer that a simulated run gives."""
     ledger = run.ledger
     conf = AllocConf.parse(request.alloc_conf)
     device = request.device

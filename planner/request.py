@@ -35,7 +35,7 @@ DEFAULT_SEQ_LEN = 2048  # capped by the model's positions
 DEFAULT_IMAGE_SEQ_LEN = 0
 
 # Words of the command line that this version does not plan yet.  Asking for one is no mistake: the answer is unknown.
-_LATER_METHODS = ("freeze", "galore", "badam", "lomo", "lisa")
+_LATER_METHODS = ("boft", "waveft", "shira", "unilora", "freeze", "galore", "badam", "lomo", "lisa")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +118,12 @@ class Request:
         if self.method not in ADAPTER_METHODS:
             raise UserError(f"--method {self.method} has no adapter", f"Choose one of {', '.join(ADAPTER_METHODS)}")
         settings.check()
+        if settings.kind == "prefix-tuning" and self.recompute != "none":
+            raise UserError(
+                f"--method prefix-tuning with --recompute {self.recompute}: the prefix is a key-value cache, which "
+                "checkpointed blocks do not take",
+                "Use --recompute none, or --method prompt-tuning",
+            )
         if self.strategy not in _ADAPTER_STRATEGIES:
             raise CannotTell(
                 f"--method {self.method} with --strategy {self.strategy} is not modelled yet: its wrappers treat frozen and "

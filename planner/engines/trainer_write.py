@@ -102,6 +102,8 @@ def fsdp_of(request: Request) -> FsdpSettings:
         version: Any = 1 if request.strategy == "fsdp1" else 2
         settings = FsdpSettings(version=version, cpu_offload=bool(request.offload))
         settings = with_mixed_precision(settings, _MIXED.get(request.precision, "no"))
+    if request.strategy == "hsdp" and settings.version == 2 and settings.dp_replicate_size is None:
+        settings = replace(settings, dp_replicate_size=request.nodes)
     if request.recompute == "full" and settings.auto_wrap_policy == "TRANSFORMER_BASED_WRAP":
         settings = replace(settings, activation_checkpointing=True)
     return settings

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -82,18 +83,28 @@ def write_folder(request: Request, folder: str | os.PathLike[str], *, force: boo
     Raises UserError where the folder is there, or cannot be made.
     """
     check_folder(folder, force=force)
-    place = Path(folder)
     files = files_of(request, folder)
+    write_texts(files.texts, folder, force=force)
+    return files
+
+
+def write_texts(texts: Mapping[str, str], folder: str | os.PathLike[str], *, force: bool = False) -> None:
+    """{name: text} as files of a new folder, whole or not at all; with `force` also of one that is there.
+
+    Raises UserError where the folder is there, or cannot be made.
+    """
+    check_folder(folder, force=force)
+    place = Path(folder)
     if place.exists():
-        for name, text in files.texts.items():
+        for name, text in texts.items():
             write_for_user(place / name, text)
-        return files
+        return
     try:
         made = tempfile.mkdtemp(dir=place.absolute().parent, prefix=f".{place.name}-")
     except OSError as error:
         raise UserError(f"cannot write {str(folder)!r}: {error.strerror}", "Choose a folder that can be written") from error
     try:
-        for name, text in files.texts.items():
+        for name, text in texts.items():
             write_whole(Path(made) / name, text)
         os.chmod(made, 0o777 & ~_umask())  # mkdtemp's folders are their owner's alone
         os.rename(made, place)
@@ -102,7 +113,6 @@ def write_folder(request: Request, folder: str | os.PathLike[str], *, force: boo
         if isinstance(error, OSError):
             raise UserError(f"cannot write {str(folder)!r}: {error.strerror}", "Choose a folder that can be written") from error
         raise
-    return files
 
 
 def _umask() -> int:

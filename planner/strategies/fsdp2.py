@@ -163,7 +163,10 @@ class FullyShard(Strategy):
             if not slot.shape:
                 raise CannotTell(f"--strategy fsdp2: fully_shard refuses the scalar parameter {slot.fqn}")
             if self.settings.param_dtype not in (None, slot.dtype):
-                raise ValueError(f"{slot.fqn} was traced as {slot.dtype}, not as param_dtype {self.settings.param_dtype}")
+                raise CannotTell(
+                    f"--strategy {self.name}: the model keeps {slot.fqn} in {slot.dtype}, and FSDP gathers it in "
+                    f"{self.settings.param_dtype}, which is not modelled. Use bf16-mixed or fp32"
+                )
         if sim.trains and times_entered(trace, ROOT) != 1:
             raise CannotTell("--strategy fsdp2: only a step that runs the whole model once is modelled")
         if sim.trains and sim.optimizer.name in _NO_DTENSORS:

@@ -66,7 +66,7 @@ def check(request: Request) -> None:
     settings = request.zo or ZoSettings()
     if settings != ZoSettings(use_cache=settings.use_cache):
         raise UserError(
-            "--method mezo keeps the model on the GPU: it has no option of --zo-* but --use-cache", "Use --method zo2"
+            "--method mezo keeps the model on the GPU: it has no option of --zo-* but --zo-no-cache", "Use --method zo2"
         )
 
 

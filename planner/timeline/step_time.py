@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ...errors import CannotTell
-from ...hardware.profile import Host
+from ...hardware.profile import Device, Host
 from ..ledger import DEFAULT_STREAM, Ledger, Tier
-from ..simulate import WAIT, Work, WorkLog
+from ..simulate import ARITHMETIC, WAIT, Work, WorkLog
 from ..trace.steptrace import EventKind, Phase, StepTrace
 from .collectives import KINDS, Group, host_copy_bytes_per_s
 from .engine import Engine, Task, totals
@@ -31,7 +31,6 @@ from .roofline import NOTHING, Coefficients, OpTable, coefficients, typical_erro
 if TYPE_CHECKING:
     from ..request import Request
 
-ARITHMETIC = "arithmetic"  # a pass over parameters that a strategy runs between the ops, in bytes that it reads and writes
 _FETCHES = frozenset({"all_gather", "broadcast", "h2d", "nvme_read"})
 _DDP_BUCKET_BYTES = 25 << 20  # nn/parallel/distributed.py, _DEFAULT_BUCKET_CAP_MB
 # DeepSpeed's CPU Adam, parameters a second of one node: 1.8e9 on two sockets of 8 A100 (deepspeedai/DeepSpeed, issue 6834); 8e9
@@ -42,6 +41,7 @@ _NVME_READ_BYTES_PER_S, _NVME_WRITE_BYTES_PER_S = 10e9, 5e9
 # Passes over memory of an optimizer step, in readings or writings of the state: a fused kernel reads and writes everything
 # once; torch's foreach Adam takes 9 list operations over 2 to 3 tensors each, 22 passes where the fused one has 7.
 _PASSES = {"fused": 1.0, "default": 22 / 7, "foreach": 22 / 7, "for-loop": 22 / 7}
+_MOST_GPUS_OF_A_MACHINE = 16  # of those in hardware/data/hosts.json; racks of 72 are machines of 4 there
 _FP32 = 4
 
 
@@ -96,6 +96,11 @@ def step_time(
         typical_error=typical_error(),
         assumptions=plan.assumptions,
     )
+
+
+def cpu_adam_per_s(device: Device, per_node: int) -> float:
+    """Parameters a second of one rank's CPU Adam, with `per_node` ranks on a machine."""
+    return (_GRACE_ADAM_PER_S if device.c2c is not None else _CPU_ADAM_PER_S) / per_node
 
 
 class StepPlan:
@@ -295,8 +300,7 @@ class StepPlan:
         return (disk and disk.write_bytes_per_s) or _NVME_WRITE_BYTES_PER_S
 
     def _adam_per_s(self) -> float:
-        node = _GRACE_ADAM_PER_S if self._request.device.c2c is not None else _CPU_ADAM_PER_S
-        return node / self._group.per_node
+        return cpu_adam_per_s(self._request.device, self._group.per_node)
 
     def optimizer_s(self) -> tuple[float, float]:
         """Seconds of the optimizer step on (GPU, host)."""

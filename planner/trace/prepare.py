@@ -16,7 +16,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from ...errors import UserError, did_you_mean
 from ...models import BuiltModel, ModelSpec, build
-from .options import PARAM_DTYPE, TraceOptions, recompute_parts
+from ...models.adapters import base_of
+from .options import AUTOCAST_DTYPE, PARAM_DTYPE, TraceOptions, recompute_parts
 
 _MIN_BLOCKS = 2
 _FLASH_PACKAGE = "memplan_flash"  # the name under which transformers finds the flash-attn path below
@@ -46,6 +47,9 @@ def ready(spec: ModelSpec, options: TraceOptions, *, real: bool = False) -> Buil
     built = build(spec, dtype=getattr(torch, PARAM_DTYPE[options.precision]), attention=attention)
     module, notes = built.module, list(built.notes)
     _freeze(module, options.frozen)
+    if options.adapter is not None:
+        built, said = _adapted(built, spec, options, real)
+        module, notes = built.module, notes + said
     module.train(options.mode != "inference")
     if not options.use_cache:
         notes += _without_cache(module)
@@ -58,6 +62,25 @@ def ready(spec: ModelSpec, options: TraceOptions, *, real: bool = False) -> Buil
         notes += _recompute_some(module, kind, number, names, options.reentrant)
     step, said = _loss_step(built, options.loss)
     return replace(built, step=step, notes=notes + said)
+
+
+def _adapted(built: BuiltModel, spec: ModelSpec, options: TraceOptions, real: bool) -> tuple[BuiltModel, list[str]]:
+    """The model with its adapter; in a 16-bit precision its step runs under autocast unless the adapter says no."""
+    adapter, param_dtype = options.adapter, PARAM_DTYPE[options.precision]
+    assert adapter is not None
+    narrow = AUTOCAST_DTYPE.get(options.precision, param_dtype)
+    module, said = adapter.apply(built.module, task=spec.task, compute_dtype=getattr(torch, narrow))
+    built = replace(built, module=module)
+    if not adapter.autocast or param_dtype == "float32":
+        return built, said
+    own, dtype = built.step, getattr(torch, param_dtype)
+
+    def step(module: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+        with torch.autocast("cuda" if real else "cpu", dtype=dtype):
+            return own(module, batch)
+
+    how = f"the step runs under {param_dtype} autocast, as the Trainer runs it with {options.precision}=True"
+    return replace(built, step=step), [*said, how]
 
 
 def _freeze(module: nn.Module, prefixes: tuple[str, ...]) -> None:
@@ -238,7 +261,7 @@ def _loss_step(built: BuiltModel, loss: str) -> tuple[Callable[[nn.Module, Mappi
     """The step with another loss than the model's own."""
     if loss == "model":
         return built.step, []
-    module = built.module
+    module = base_of(built.module)
     if not hasattr(module, "get_output_embeddings") or module.get_output_embeddings() is None:  # type: ignore[operator]
         raise UserError(f"--loss {loss}: {type(module).__name__} has no language-model head", "Use --loss model")
     if loss == "shifted":
@@ -267,6 +290,7 @@ def _plain_loss(module: nn.Module, batch: Mapping[str, Any]) -> Tensor:
 
 
 def _chunked_loss(module: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+    module = base_of(module)
     body = module.base_model(**{k: v for k, v in batch.items() if k != "labels"})  # type: ignore[operator]
     hidden = body.last_hidden_state.flatten(0, 1)
     head = module.get_output_embeddings()  # type: ignore[operator]

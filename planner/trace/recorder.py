@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -46,6 +46,8 @@ _IN_PLACE_IN_BACKWARD = {
     aten.index_add.default: aten.index_add_.default,
     aten.masked_scatter.default: aten.masked_scatter_.default,
 }
+# Products of two matrices: scores and values; in backward scores again, and the gradients of values, weights, queries and keys.
+_ATTENTION_PRODUCTS = {"memplan.attention": 2, "memplan.attention_backward": 5}
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__
 _VIEW_FREE = 0
 
@@ -317,7 +319,6 @@ class Recorder(TorchDispatchMode):
         found = self._signature_index.get(read.key) if read.key is not None else None
         if found is not None:
             return found
-        formula = flop_registry.get(func._overloadpacket)
         infos = tuple(map(_info, read.inputs))
         results = tuple(map(_info, outputs))
         moves = not func.is_view and func is not aten.detach.default
@@ -330,7 +331,7 @@ class Recorder(TorchDispatchMode):
                 inputs=infos,
                 outputs=results,
                 scalars=scalars,
-                flops=int(formula(*args, **kwargs, out_val=out)) if formula else 0,
+                flops=_flops(func, infos, args, kwargs, out),
                 moved_bytes=sum(t.nbytes for t in infos + results) if moves else _VIEW_FREE,
             )
         )
@@ -435,6 +436,21 @@ def _holds_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor) or (
         isinstance(value, (list, tuple)) and any(isinstance(v, torch.Tensor) for v in value)
     )
+
+
+def _flops(func: Any, inputs: Sequence[TensorInfo], args: Any, kwargs: Any, out: Any) -> int:
+    """As torch's own counter has it (torch/utils/flop_counter.py); attention as its `sdpa_flop`: masked products count too."""
+    name = str(func).rpartition(".")[0]
+    if name in _ATTENTION_PRODUCTS:
+        query, key = _query_and_key(name, inputs)
+        return 2 * query.numel * key.shape[-2] * _ATTENTION_PRODUCTS[name]
+    formula = flop_registry.get(func._overloadpacket)
+    return int(formula(*args, **kwargs, out_val=out)) if formula else 0
+
+
+def _query_and_key(name: str, inputs: Sequence[TensorInfo]) -> tuple[TensorInfo, TensorInfo]:
+    first = int(name == "memplan.attention_backward")  # the gradient comes before them
+    return inputs[first], inputs[first + 1]
 
 
 def _plain(value: Any) -> Any:

@@ -82,8 +82,15 @@ RUN_FLAGS = {
     "--keep-outputs",
     "--alloc-conf",
 }
-ZO_FLAGS = {f"--zo-{name}" for name in "pert data slice offload-blocks bucket amp host-precision no-overlap no-cache".split()}
-COMMON_FLAGS = {"-h", "--help"} | MODEL_FLAGS | HARDWARE_FLAGS | RUN_FLAGS | ZO_FLAGS
+ZO_FLAGS = {
+    f"--zo-{name}"
+    for name in ["pert", "data", "slice", "offload-blocks", "bucket", "amp", "host-precision", "no-overlap", "no-cache"]
+}
+ADAPTER_FLAGS = {
+    f"--{name}" for name in ["lora-rank", "lora-alpha", "lora-dropout", "lora-targets", "modules-to-save", "virtual-tokens"]
+}
+ADAPTER_FLAGS |= {"--base-quant", "--no-upcast", "--adapter-16bit", "--no-autocast"}
+COMMON_FLAGS = {"-h", "--help"} | MODEL_FLAGS | HARDWARE_FLAGS | RUN_FLAGS | ZO_FLAGS | ADAPTER_FLAGS
 
 
 def parser_of() -> argparse.ArgumentParser:
