@@ -26,6 +26,9 @@ def human(num_bytes: int) -> str:
     return f"{size:.2f} GiB"
 
 
+_LEAST_WITHOUT_UNIT = 1 << 20  # nobody means 24 bytes of memory
+
+
 def parse_bytes(text: str, what: str) -> int:
     """Reads "24GiB", "24 GB", "512M" or a plain count of bytes; `what` names the option in the error.
 
@@ -35,4 +38,7 @@ def parse_bytes(text: str, what: str) -> int:
     factor = _FACTORS.get(match.group(2).lower()) if match else None
     if match is None or factor is None:
         raise UserError(f"{what}: {text!r} is not a size", "Write for example 24GiB, 80GB or 512MiB")
-    return int(float(match.group(1)) * factor)
+    size = int(float(match.group(1)) * factor)
+    if not match.group(2) and size < _LEAST_WITHOUT_UNIT:
+        raise UserError(f"{what}: {text.strip()} bytes", f"Give a unit: {text.strip()}GiB")
+    return size

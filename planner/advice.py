@@ -35,6 +35,10 @@ def advise(prediction: Prediction, request: Request, traces: TraceSource) -> Pre
             max_micro_batch_size=max_micro_batch_size(request, traces),
             max_seq_len=max_seq_len(request, traces),
         )
+    if prediction.host.missing_bytes:  # nothing that changes the GPU's memory helps the host's
+        without = _Change("keep everything on the GPU", "without --offload", request.but(offload=(), deepspeed=None))
+        remedy = _try(without, traces) if request.offload else None
+        return replace(prediction, remedies=(remedy,) if remedy is not None else ())
     return replace(prediction, remedies=tuple(remedies(request, traces, prediction)))
 
 

@@ -8,9 +8,11 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UserError
-from . import allocator_cli
+from . import allocator_cli, explain_cli
+from .compare import cli as compare_cli
 from .optimizers import cli as optimizers_cli
 from .options import add_hardware_options, add_model_options, add_run_options, request_from
+from .search import cli as search_cli
 from .study import cli as study_cli
 
 if TYPE_CHECKING:
@@ -57,6 +59,9 @@ def add_commands(commands: Any) -> None:
     allocator_cli.add_commands(commands)
     study_cli.add_commands(commands)
     optimizers_cli.add_commands(commands)
+    explain_cli.add_commands(commands)
+    search_cli.add_commands(commands)
+    compare_cli.add_commands(commands)
 
 
 def run_fit(args: argparse.Namespace) -> int:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from .request import Request
     from .strategies.zo_settings import ZoSettings
 
-_ADAPTER_OPTIONS = (
+ADAPTER_OPTIONS = (
     "lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "modules_to_save", "virtual_tokens", "base_quant", "no_upcast",
     "adapter_16bit", "no_autocast",
 )  # fmt: skip
@@ -90,7 +90,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--offload",
         metavar="X",
-        help="what leaves the GPU: optimizer, param, optimizer:nvme, param:nvme, joined with + (default: none)",
+        help="what leaves the GPU: optimizer, param, activation, optimizer:nvme, param:nvme, joined with + (default: none)",
     )
     how.add_argument("--rank", type=int, metavar="R", help="the process that is shown (default: the one that needs most)")
     how.add_argument("--compile", action="store_true", help="the run uses torch.compile, which is not modelled")
@@ -248,7 +248,7 @@ def _adapter_settings(args: argparse.Namespace) -> AdapterSettings | None:
     if not given:
         return None
     if args.method not in ADAPTER_METHODS:
-        option = next(o for o in _ADAPTER_OPTIONS if getattr(args, o) not in (None, False))
+        option = next(o for o in ADAPTER_OPTIONS if getattr(args, o) not in (None, False))
         raise UserError(
             f"--{option.replace('_', '-')} with --method {args.method or 'full'}: it belongs to adapters", "Use --method lora"
         )

@@ -65,9 +65,9 @@ def answer(request: Request, trace: StepTrace, run: Simulated) -> Prediction:
     headroom = device.usable_bytes - free.peak_reserved_bytes
     verdict, reason, failure = _judge(ledger, free, limited, headroom, device.usable_bytes)
     host = host_needs(ledger, request.gpus // request.nodes)
-    missing = _missing_on_the_host(request, host)
+    lacks, missing = _missing_on_the_host(request, host)
     if missing and verdict is not Verdict.DOES_NOT_FIT:
-        verdict, reason = Verdict.DOES_NOT_FIT, missing
+        verdict, reason, host = Verdict.DOES_NOT_FIT, missing, replace(host, missing_bytes=lacks)
     peak = _moment(ledger, free, free.peak_allocated_event)
     time, no_time = _time(request, trace, run)
     return Prediction(
@@ -93,7 +93,7 @@ def answer(request: Request, trace: StepTrace, run: Simulated) -> Prediction:
         flops_per_step=trace.flops * (request.loop.grad_accum_steps if request.has_backward else request.num_forwards),
         time=time,
         hints=tuple(run.strategy.hints()),
-        assumptions=(*_assumptions(request, trace), *no_time),
+        assumptions=(*_assumptions(request, trace), *(time.assumptions if time else no_time)),
         versions=trace.versions,
     )
 
@@ -230,18 +230,19 @@ def host_needs(ledger: Ledger, ranks: int) -> HostNeeds:
     )
 
 
-def _missing_on_the_host(request: Request, host: HostNeeds) -> str:
-    """Why the machine itself is too small, or ""."""
+def _missing_on_the_host(request: Request, host: HostNeeds) -> tuple[int, str]:
+    """How much the machine itself lacks, and why that is so; (0, "") where it has enough."""
     ram, nvme = request.host_ram_bytes, request.nvme_bytes
     if ram is not None and host.node_bytes > ram:
         pinned = host.pinned_reserved_bytes * (request.gpus // request.nodes)
-        return (
+        return host.node_bytes - ram, (
             f"the GPU has room, but each machine needs {gib(host.node_bytes)} of host memory ({gib(pinned)} of it pinned) "
             f"and has {gib(ram)}"
         )
     if nvme is not None and host.node_nvme_bytes > nvme:
-        return f"the GPU has room, but each machine needs {gib(host.node_nvme_bytes)} on NVMe and has {gib(nvme)}"
-    return ""
+        why = f"the GPU has room, but each machine needs {gib(host.node_nvme_bytes)} on NVMe and has {gib(nvme)}"
+        return host.node_nvme_bytes - nvme, why
+    return 0, ""
 
 
 def _failure(ledger: Ledger, limited: ReplayResult) -> Failure:

@@ -77,6 +77,8 @@ class HostNeeds:
     node_bytes: int = 0
     """Host memory of all ranks of one machine, pinned as taken."""
     node_nvme_bytes: int = 0
+    missing_bytes: int = 0
+    """Host memory, or NVMe, that a machine lacks; 0 where there is enough, or nobody said how much there is."""
 
     @property
     def total_bytes(self) -> int:

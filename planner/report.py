@@ -86,6 +86,8 @@ def _headline(p: Prediction, width: int, colour: bool) -> str:
     room = _Figures.of(p).free
     if p.verdict is Verdict.UNKNOWN:
         rest = ""
+    elif p.host.missing_bytes:
+        rest = f": {figure(hundredths(p.host.missing_bytes))} GiB too little beside the GPU, in each machine"
     elif room < 0 and p.fits:
         rest = f": nothing to spare on {_card(p)}"
     elif room < 0:
@@ -126,7 +128,7 @@ def _card(p: Prediction) -> str:
 
 def _sentence(text: str) -> str:
     """A capital first and a full stop last."""
-    if "." not in text.split()[0]:  # torch.compile is a name
+    if text.split()[0].isalpha():  # torch.compile and google-t5/t5-small are names
         text = text[:1].upper() + text[1:]
     return text if text.endswith((".", "!", "?")) else text + "."
 
@@ -149,7 +151,9 @@ def _asked(p: Prediction, width: int) -> str:
     if _has_backward(q):
         recompute = {"none": "no recompute", "full": "activations recomputed in backward"}
         how.append(recompute.get(q["recompute"], f"recompute {q['recompute']}"))
-    if q["strategy"] != "single":
+    if q["strategy"] == "release":
+        how.append("gradients released in backward")
+    elif q["strategy"] != "single":
         how.append(q["strategy"])
     lines = [("model", f"{q['model']} ({q['task']}){size}"), ("run", ", ".join(how))]
     if p.flops_per_step:
@@ -294,7 +298,7 @@ def _host(p: Prediction) -> str:
         rows.append(("on NVMe", figure(hundredths(host.nvme_bytes)), ""))
     if ranks > 1 or (host.pinned_reserved_bytes and host.pageable_bytes):
         most = f"NVMe {figure(hundredths(host.node_nvme_bytes))}" if host.node_nvme_bytes and ranks > 1 else ""
-        rows.append(("= a machine", figure(hundredths(host.node_bytes)), most))
+        rows.append(("a machine", figure(hundredths(host.node_bytes)), most or "at the moment when it holds most"))
     return "\n".join([f"Host memory{one}, beside Python itself (GiB)", *columns(rows, right=frozenset({1}))])
 
 

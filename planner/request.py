@@ -29,7 +29,7 @@ ALIASES = {"attention": {"flash2": "flash_attention_2"}, "loss": {"hf": "model"}
 # Strategies that handle parameters one by one, so that frozen ones need no rule of their own.
 _ADAPTER_STRATEGIES = (SINGLE, "release", "ddp")
 # What can leave the GPU, by where it goes.
-OFFLOADS = {"cpu": ("optimizer", "param"), "nvme": ("optimizer:nvme", "param:nvme")}
+OFFLOADS = {"cpu": ("optimizer", "param", "activation"), "nvme": ("optimizer:nvme", "param:nvme")}
 DEFAULT_MICRO_BATCH_SIZE = 1
 DEFAULT_SEQ_LEN = 2048  # capped by the model's positions
 DEFAULT_IMAGE_SEQ_LEN = 0

@@ -82,7 +82,7 @@ def _modules(trace: StepTrace, top: int) -> str:
         trace.storage_bytes.tolist(), trace.storage_role.tolist(), trace.storage_op.tolist(), strict=True
     ):
         if role == Role.ACTIVATION and size:
-            place = _every_layer(fqns[op]) if op >= 0 else "(input)"
+            place = every_layer(fqns[op]) if op >= 0 else "(input)"
             nbytes[place] += size
             tensors[place] += 1
     whole = sum(nbytes.values())
@@ -101,7 +101,7 @@ def _modules(trace: StepTrace, top: int) -> str:
     return "\n".join([title, *columns(rows, right=frozenset({1, 2, 3}))])
 
 
-def _every_layer(fqn: str) -> str:
+def every_layer(fqn: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", fqn)
 
 
@@ -120,7 +120,7 @@ def _peak(ledger: Ledger, top: int) -> str:
     alike: Counter[tuple[int, int, str, str]] = Counter()
     for nbytes, component, module, op in ledger.live_blocks(row):
         if component in _OF_THE_STEP:
-            alike[nbytes, component, _every_layer(module), op_name(op)] += 1
+            alike[nbytes, component, every_layer(module), op_name(op)] += 1
     ranked = sorted(alike.items(), key=lambda item: -item[0][0] * item[1])
     table = [("size", "number", "each", "what it is", "made by", "module")]
     for (nbytes, component, module, op), number in ranked[:top]:

@@ -45,7 +45,7 @@ def accelerate_config(request: Request, deepspeed_file: str | None = None) -> Wr
     if request.strategy.startswith("zero"):
         del config["mixed_precision"]  # DeepSpeed's file has it, and accelerate refuses both
         config["distributed_type"] = "DEEPSPEED"
-        zero_init = request.deepspeed is not None and request.deepspeed.zero_init
+        zero_init = settings_of(request).zero_init
         config["deepspeed_config"] = {"deepspeed_config_file": deepspeed_file, "zero3_init_flag": zero_init}
     elif request.strategy not in _TYPES:
         settings = fsdp_of(request)

@@ -138,7 +138,7 @@ class DocumentedRule(OptimizerRule):
         """One step; `first` makes the state too."""
 
 
-@functools.lru_cache(maxsize=16)  # a strategy asks at init and at every step
+@functools.lru_cache(maxsize=4096)  # a strategy asks at init and at every step
 def _played(rule: DocumentedRule, described: tuple[tuple[tuple[int, ...], str, int, str, str], ...]) -> StepEvents:
     tensors = [OptimizerTensor(*fields) for fields in described]
     rule.check(tensors)

@@ -41,6 +41,14 @@ MIXED: dict[str, Literal["bfloat16", "float16"]] = {
 }  # 16-bit parameters in compute, fp32 ones behind them
 
 
+ACTIVATION = "activation"  # what leaves the GPU whatever the strategy: autograd's saved tensors
+
+
+def _inner(request: Request) -> Request:
+    """The question without what `offloaded_activations` answers."""
+    return request.but(offload=tuple(part for part in request.offload if part != ACTIVATION))
+
+
 def _door(request: Request) -> Any:
     name = _METHOD_DOORS.get(request.method) or _DOORS[request.strategy]
     return importlib.import_module(f"{__name__}.{name}")
@@ -55,6 +63,11 @@ def check_strategy(request: Request) -> None:
             f"--gpus {request.gpus} on --nodes {request.nodes}: the GPUs do not divide over the machines",
             "--gpus is the number of GPUs in all",
         )
+    if ACTIVATION in request.offload:
+        from .offloaded_activations import check
+
+        check(request)
+        request = _inner(request)
     _door(request).check(request)
 
 
@@ -72,7 +85,12 @@ def prepared(request: Request, trace: StepTrace) -> StepTrace:
 
 def make_strategy(request: Request, trace: StepTrace) -> Strategy:
     """A fresh strategy for `request`, for its rank, or the most loaded one.  `trace` is the micro step it is walked with."""
-    strategy: Strategy = _door(request).make(request, trace)
+    inner = _inner(request)
+    strategy: Strategy = _door(inner).make(inner, trace)
+    if ACTIVATION in request.offload:
+        from .offloaded_activations import OffloadedActivations
+
+        strategy = OffloadedActivations(strategy)
     return strategy
 
 
@@ -82,4 +100,8 @@ def said_of(request: Request) -> list[str]:
     if said and request.gpus > 1:
         who = "the most loaded" if request.rank is None else f"rank {request.rank}"
         said[0] += f"; {who} of {request.gpus} ranks is shown"
+    if ACTIVATION in request.offload:
+        from .offloaded_activations import said as said_of_activations
+
+        said = [*said, *said_of_activations(request)]
     return said

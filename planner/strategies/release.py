@@ -107,6 +107,8 @@ def check(request: Request) -> None:
         )
     if request.precision in MIXED:
         raise CannotTell(f"--precision {request.precision} with --strategy release is not modelled. Use bf16 or fp32")
+    if request.offload:
+        raise CannotTell(f"--offload {'+'.join(request.offload)} with --strategy release is not modelled. Leave it out")
     if request.gpus != 1:
         raise CannotTell(
             f"--gpus {request.gpus} with --strategy release is not modelled yet (DDP and FSDP1 refuse it). Ask for one"

@@ -123,6 +123,8 @@ class StepPlan:
         self._impl = optimizer_impl(request)
         self._request, self._tf32 = request, tf32
         nodes = request.nodes if request.nodes > 1 else _least_nodes(request, host)
+        if request.gpus // nodes > _MOST_GPUS_OF_A_MACHINE:
+            raise CannotTell(f"{request.gpus // nodes} GPUs in one machine: none is known. Say with --nodes how many there are")
         self.host = host or usual_host(request.device, request.gpus // nodes)
         self._group = Group(self.host, request.device, request.gpus, nodes)
         self._last = max((r.iteration for r in work.runs), default=0)
