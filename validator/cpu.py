@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from ..planner.trace.steptrace import StepTrace
 
 Outputs = Mapping[str, Sequence[Sequence[int]]]
+_KERNELS = ("aten::", "bitsandbytes::")  # whose inner allocations are scratch: a 4-bit product is one op of the trace
 _PREFIX = "memplan mark: "
 _HOST_SPAN = "memplan host"
 _NUMBER_BYTES = 8  # an int or a float
@@ -155,7 +156,7 @@ def parse(kineto_events: Sequence[Any]) -> Profile:
         elif name.startswith(_PREFIX):
             phase, iteration = name.removeprefix(_PREFIX).split()
             marks.append(MarkEvent(event.start_ns(), phase, int(iteration)))
-        elif name.startswith("aten::") or name == _HOST_SPAN:
+        elif name.startswith(_KERNELS) or name == _HOST_SPAN:
             spans.append(Span(event.start_ns(), event.start_ns() + event.duration_ns(), name))
     memory.sort(key=lambda e: e.time_ns)
     marks.sort(key=lambda m: m.time_ns)

@@ -6,9 +6,12 @@ Zeroth-order training on several GPUs runs as that many processes over gloo.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -47,7 +50,8 @@ def run_engine(request: Request, traces: TraceSource, *, tolerance: float | None
         notes.append(_FAKE.format(gpus=request.gpus))
     ours = _predicted(request, trace)
     try:
-        theirs = judge(request, trace)
+        with _quiet_stderr():
+            theirs = judge(request, trace)
     except (RuntimeError, ValueError, ImportError) as error:
         reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
     question = request.as_data()
@@ -63,6 +67,21 @@ def run_engine(request: Request, traces: TraceSource, *, tolerance: float | None
         notes=tuple(notes),
         versions=trace.versions,
     )
+
+
+@contextlib.contextmanager
+def _quiet_stderr() -> Iterator[None]:
+    """torch's profiler and its engines talk there, also from C++; what matters comes as an exception."""
+    sys.stderr.flush()
+    before = os.dup(2)
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+    try:
+        yield
+    finally:
+        sys.stderr.flush()
+        os.dup2(before, 2)
+        os.close(before)
 
 
 def _predicted(request: Request, trace: StepTrace) -> Usage:

@@ -96,7 +96,7 @@ class Layout(Strategy):
         if len(dtypes) != 1:
             raise UserError(
                 f"{self.name}: parameters of {len(dtypes)} dtypes ({', '.join(sorted(dtypes))}) cannot be flattened together",
-                "DeepSpeed casts the whole model: choose precision bf16, fp16 or fp32",
+                "DeepSpeed would cast them, which is not modelled: use bf16-mixed or fp32",
             )
         (self._dtype,) = dtypes
         if self._offloads:

@@ -91,7 +91,7 @@ class Zero3(Strategy):
         if len(dtypes) != 1:
             raise UserError(
                 f"{self.name}: parameters of {len(dtypes)} dtypes ({', '.join(sorted(dtypes))})",
-                "DeepSpeed casts the whole model: choose precision bf16, fp16 or fp32",
+                "DeepSpeed would cast them, which is not modelled: use bf16-mixed or fp32",
             )
         if any(signature.op.startswith("aten._grouped_mm") for signature in trace.signatures):
             raise CannotTell(

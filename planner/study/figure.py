@@ -80,7 +80,7 @@ def draw(study: Study) -> Figure:
             textcoords="offset points",
             fontsize=8,
         )
-    axes.set_title(f"{first.question['model']}, {first.question['gpus']} x {first.gpu} ({total / GiB:.0f} GiB)", fontsize=11)
+    axes.set_title(f"{first.question['model']}, {study.scale[0]} x {first.gpu} ({total / GiB:.0f} GiB)", fontsize=11)
     axes.spines[["top", "right"]].set_visible(False)
     order = [part for part in _COLOURS if part in seen][::-1]
     figure.legend([seen[p] for p in order], [COMPONENT[p] for p in order], loc="outside right upper", fontsize=8, frameon=False)

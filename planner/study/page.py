@@ -25,7 +25,7 @@ def page(study: Study) -> str:
     svg = picture(study, "svg").decode()
     svg = svg[svg.index("<svg") :]  # without the XML declaration and doctype
     q = study.columns[0].prediction.question
-    title = escape(f"Memory of {q['model']} on {q['gpus']} x {study.columns[0].prediction.gpu}")
+    title = escape(f"Memory of {q['model']} on {study.scale[0]} x {study.columns[0].prediction.gpu}")
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>{_STYLE}</style></head>\n'
         f"<body><h1>{title}</h1>\n{svg}\n<pre>{escape(render(study, _WIDE))}</pre>\n</body></html>\n"

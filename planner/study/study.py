@@ -35,6 +35,12 @@ class Study:
     columns: tuple[Column, ...]
     left_out: tuple[tuple[str, str], ...]
 
+    @property
+    def scale(self) -> tuple[int, int]:
+        """(GPUs, machines) of the columns that use them all: `single` is one GPU whatever was asked."""
+        asked = [c.prediction.question for c in self.columns]
+        return max(q["gpus"] for q in asked), max(q["nodes"] for q in asked)
+
     def saving(self, column: Column) -> float:
         """Share of the first column's GPU peak that `column` does not need; negative where it needs more."""
         first = self.columns[0].prediction.reserved_peak_bytes

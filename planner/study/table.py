@@ -43,7 +43,8 @@ def _heading(study: Study, unit: str) -> list[str]:
     first = study.columns[0].prediction
     q = first.question
     size = f"{first.num_params / 1e6:,.0f} million parameters"
-    many = f"{q['gpus']} x {first.gpu}" + (f" on {q['nodes']} machines" if q["nodes"] > 1 else "")
+    gpus, nodes = study.scale
+    many = f"{gpus} x {first.gpu}" + (f" on {nodes} machines" if nodes > 1 else "")
     what = f"{q['model']} ({q['task']}), {size}, on {many}"
     how = f"micro batch {q['micro_batch_size']}, sequence {q['seq_len']}, {q['optimizer']}; sizes in {unit}, of one process"
     return [what, how]

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 _TILE = 128  # rows and columns of a tile; the shape that cuBLAS takes for large products
 _MATMULS = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten._scaled_mm", "aten._grouped_mm")
 _CONVOLUTIONS = ("aten.convolution", "aten.convolution_backward", "aten._convolution")
+_PRODUCT_OF_4_BITS = "bitsandbytes.gemm_4bit"
 _ATTENTION, _ATTENTION_BACKWARD = "memplan.attention", "memplan.attention_backward"
 _NO_KERNEL = ("aten.empty", "aten.empty_like", "aten.empty_strided", "aten.detach")
 _DTYPES: dict[str, Dtype] = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float8_e4m3fn": "fp8", "int8": "int8"}
@@ -157,6 +158,11 @@ def _row(s: Signature) -> tuple[int, float, float, Dtype, float, float]:
         columns = right.shape[-1]
         batch = left.numel // max(rows * inner, 1)
         tiles = batch * -(-rows // _TILE) * -(-columns // _TILE)
+        return MATMUL, float(s.flops), moved, _DTYPES.get(left.dtype, "fp32"), float(tiles), float(inner)
+    if name == _PRODUCT_OF_4_BITS and s.flops:  # the packed weight has no shape of a matrix
+        left, out = s.inputs[0], s.outputs[0]
+        inner, columns = left.shape[-1], out.shape[-1]
+        tiles = -(-(left.numel // max(inner, 1)) // _TILE) * -(-columns // _TILE)
         return MATMUL, float(s.flops), moved, _DTYPES.get(left.dtype, "fp32"), float(tiles), float(inner)
     if name in _CONVOLUTIONS and s.flops:
         return CONVOLUTION, float(s.flops), moved, dtype, 0.0, 1.0

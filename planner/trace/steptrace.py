@@ -185,7 +185,9 @@ class StepTrace:
 
     @property
     def num_params(self) -> int:
-        return sum(p.numel for p in self.params)
+        """Weights of the model; two to a byte where they are packed in 4 bits, eight to a number in GPTQ's tables."""
+        packed = sum(8 * b.numel for b in self.buffers if b.fqn.endswith(".qweight"))
+        return packed + sum(p.numel * (2 if p.dtype == "uint8" else 1) for p in self.params)
 
     @property
     def flops(self) -> int:
