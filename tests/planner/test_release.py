@@ -231,6 +231,7 @@ def question(**changes: Any) -> Any:
         "mode": "train",
         "optimizer": "adamw",
         "optimizer_impl": "default",
+        "offload": (),
     }
     return types.SimpleNamespace(**{**known, **changes})
 

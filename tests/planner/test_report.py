@@ -251,7 +251,7 @@ def test_host_memory_is_shown_where_the_run_needs_it():
     assert "4.00" in lines["pinned"]
     assert "asked for as 3.00" in lines["pinned"]
     assert "1.00" in lines["pageable"]
-    assert "5.00" in lines["="]
+    assert "5.00" in lines["a"]
 
 
 @pytest.mark.parametrize("width", [70, 80, 100])
