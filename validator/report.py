@@ -50,10 +50,11 @@ def _setting(comparison: Comparison) -> str:
 
 def _how(asked: Mapping[str, Any]) -> str:
     """Optimizer and strategy, or the zeroth-order method, which has neither."""
-    gpus = f", rank of {asked['gpus']}" if asked["gpus"] > 1 else ""
-    if asked["method"] in ZEROTH_ORDER:
-        return asked["method"] + gpus
-    return asked["optimizer"] + (f", {asked['strategy']}" if asked["strategy"] != "single" else "") + gpus
+    gpus = f", rank of {asked['gpus']}" if asked.get("gpus", 1) > 1 else ""
+    method, strategy = asked.get("method", "full"), asked.get("strategy", "single")
+    if method in ZEROTH_ORDER:
+        return str(method) + gpus
+    return asked["optimizer"] + (f", {strategy}" if strategy != "single" else "") + gpus
 
 
 def _table(rows: tuple[Row, ...]) -> list[str]:
