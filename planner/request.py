@@ -91,13 +91,13 @@ class Request:
         from ..models import check_sizes
 
         check_sizes(self.model, self.micro_batch_size, self.seq_len)
-        _one_of("--precision", self.precision, PRECISIONS)
-        _one_of("--mode", self.mode, MODES)
-        _one_of("--attention", self.attention, ATTENTIONS)
-        _one_of("--method", self.method, METHODS, _LATER_METHODS)
-        _one_of("--strategy", self.strategy, STRATEGIES)
+        one_of("--precision", self.precision, PRECISIONS)
+        one_of("--mode", self.mode, MODES)
+        one_of("--attention", self.attention, ATTENTIONS)
+        one_of("--method", self.method, METHODS, _LATER_METHODS)
+        one_of("--strategy", self.strategy, STRATEGIES)
         recompute_parts(self.recompute)
-        _one_of("--loss", self.loss, LOSSES)
+        one_of("--loss", self.loss, LOSSES)
         self._check_adapter()
         self._check_strategy()
         if self.loop.grad_accum_steps < 1:
@@ -133,7 +133,7 @@ class Request:
     def _check_strategy(self) -> None:
         known = [part for device in OFFLOADS.values() for part in device]
         for part in self.offload:
-            _one_of("--offload", part, tuple(known))
+            one_of("--offload", part, tuple(known))
         check_strategy(self)
         if self.strategy != SINGLE and self.mode != "train":
             raise CannotTell(f"--mode {self.mode} with --strategy {self.strategy} is not modelled yet. Use --mode train")
@@ -174,7 +174,7 @@ class Request:
         }
 
 
-def _one_of(option: str, value: str, known: tuple[str, ...], later: tuple[str, ...] = ()) -> None:
+def one_of(option: str, value: str, known: tuple[str, ...], later: tuple[str, ...] = ()) -> None:
     if value in known:
         return
     if value in later:

@@ -37,6 +37,7 @@ def run_study(args: argparse.Namespace) -> int:
     import sys
 
     from ..progress import progress
+    from ..request import OFFLOADS, STRATEGIES, one_of
     from ..trace.source import TraceSource
     from .figure import kind_of, write_figure
     from .page import write_page
@@ -50,7 +51,12 @@ def run_study(args: argparse.Namespace) -> int:
             raise UserError(f"cannot write {path!r}: there is no such folder", "Choose a folder that exists")
     if args.figure:
         kind_of(args.figure)
-    pairs = combinations(_list(args.strategies, "--strategies"), _list(args.offload or "none", "--offload"))
+    strategies, offloads = _list(args.strategies, "--strategies"), _list(args.offload or "none", "--offload")
+    for name in strategies:
+        one_of("--strategy", name, STRATEGIES)
+    for name in (part for offload in offloads for part in offload.split("+") if part != "none"):
+        one_of("--offload", name, tuple(part for parts in OFFLOADS.values() for part in parts))
+    pairs = combinations(strategies, offloads)
 
     def question(strategy: str, offload: str) -> Any:
         asked = copy.copy(args)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from ...errors import CannotTell
+from ...errors import CannotTell, UserError
 from ..prediction import Prediction, Verdict
 from .phases import StepPeak, step_peaks
 
@@ -65,7 +65,7 @@ class Study:
 def study(
     questions: Iterable[tuple[str, Callable[[], Request]]], traces: TraceSource, say: Callable[[str], None] = lambda text: None
 ) -> Study:
-    """Answers each (name, question).  One that raises CannotTell, or whose answer is `unknown`, is left out with its reason."""
+    """Answers each (name, question).  One that cannot be, or whose answer is `unknown`, is left out with its reason."""
     from ..predict import predict_with_ledger
 
     columns, left_out = [], []
@@ -73,7 +73,7 @@ def study(
         say(name)
         try:
             prediction, ledger = predict_with_ledger(ask(), traces)
-        except CannotTell as error:
+        except (CannotTell, UserError) as error:  # of every pair that is asked for, some do not go together
             left_out.append((name, str(error)))
             continue
         if prediction.verdict is Verdict.UNKNOWN or ledger is None:

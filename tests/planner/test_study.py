@@ -99,6 +99,19 @@ def test_the_table_is_no_wider_than_asked_and_names_every_column(found, width):
     assert "Left out\n  - offloaded ddp: " in text
 
 
+def test_a_pair_that_does_not_go_together_is_left_out_and_the_others_are_answered(capsys):
+    words = ["--strategies", "zero0,zero2", "--offload", "none,optimizer,optimizer+param", "--json"]
+    assert command_line.main([*BASE, *words]) == 0
+
+    told = json.loads(capsys.readouterr().out)
+    assert [c["name"] for c in told["columns"]] == ["zero0", "zero2", "zero2, optimizer offloaded"]
+    assert [gone["name"] for gone in told["left_out"]] == [
+        "zero0, optimizer offloaded",
+        "zero0, optimizer+param offloaded",
+        "zero2, optimizer+param offloaded",
+    ]
+
+
 def test_every_pair_of_strategy_and_offload_is_a_column():
     assert combinations(["zero2", "zero3"], ["none", "optimizer"]) == [
         ("zero2", "zero2", "none"),
@@ -169,6 +182,7 @@ def test_the_command_prints_json_and_writes_its_files(tmp_path, capsys):
         (["--strategies", "ddp,,zero1"], "--strategies 'ddp,,zero1': there is nothing between two commas"),
         (["--strategies", "zero9"], "--strategy 'zero9' is not known. Did you mean"),
         (["--strategy", "zero1"], "--strategy zero1: a study takes several. Use --strategies A,B"),
+        (["--offload", "none,weights"], "--offload 'weights' is not known. Choose one of optimizer, param,"),
         (["--figure", "a.jpg"], "--figure a.jpg: expected a name that ends in .png or .svg"),
         (["--html", "/nowhere/a.html"], "cannot write '/nowhere/a.html': there is no such folder"),
     ],
