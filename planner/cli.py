@@ -52,6 +52,9 @@ def add_commands(commands: Any) -> None:
     answer.add_argument("--target", choices=("cuda", "cpu"), default="cuda", help=target)
     answer.add_argument("--out", metavar="FILE.json", help="write the trace as JSON")
     answer.add_argument("--snapshot", metavar="FILE.pickle", help="write the simulated run for pytorch.org/memory_viz")
+    lanes = "write the simulated steps, lane by lane, for ui.perfetto.dev or chrome://tracing"
+    answer.add_argument("--timeline", metavar="FILE.json", help=lanes)
+    answer.add_argument("--timeline-steps", type=int, metavar="N", default=3, help="steps in it (default: 3)")
     answer.add_argument("--params", action="store_true", help="list every parameter, with what --freeze can name")
     answer.add_argument("--top", type=int, metavar="N", default=10, help="rows of each list (default: 10)")
     trace.set_defaults(run=run_trace)
@@ -117,14 +120,17 @@ def _predict(args: argparse.Namespace, say: Any) -> tuple[Request, Prediction]:
 
 def run_trace(args: argparse.Namespace) -> int:
     """Prints what one step does, and writes the files that were asked for."""
-    from .predict import ledger_of
+    from .predict import simulated
     from .progress import progress
+    from .strategies import prepared, traced_as
     from .trace.source import trace_options
     from .trace_report import params_table, summary
 
     if args.top < 1:
         raise UserError(f"--top {args.top}: must be 1 or more", "Leave it out for 10")
-    for path in filter(None, (args.out, args.snapshot)):  # said before the work, not after it
+    if args.timeline_steps < 1:
+        raise UserError(f"--timeline-steps {args.timeline_steps}: must be 1 or more", "Leave it out for 3")
+    for path in filter(None, (args.out, args.snapshot, args.timeline)):  # said before the work, not after it
         if not os.path.isdir(os.path.dirname(path) or "."):
             raise UserError(f"cannot write {path!r}: there is no such folder", "Choose a folder that exists")
     request = request_from(args)
@@ -132,9 +138,9 @@ def run_trace(args: argparse.Namespace) -> int:
     with progress(f"recording one step of {args.model}"):
         from .trace.tracer import trace_step
 
-        trace = trace_step(request.model, trace_options(request, args.target))
-        ledger = ledger_of(request, trace)
-    print(summary(trace, ledger, top=args.top))
+        trace = prepared(request, trace_step(request.model, trace_options(traced_as(request), args.target)))
+        run = simulated(request, trace)
+    print(summary(trace, run.ledger, top=args.top))
     if args.params:
         print("\n" + params_table(trace))
     if args.out:
@@ -145,6 +151,13 @@ def run_trace(args: argparse.Namespace) -> int:
     if args.snapshot:
         from .export import write_run
 
-        write_run(args.snapshot, ledger, request.alloc_conf)
+        write_run(args.snapshot, run.ledger, request.alloc_conf)
         print(f"wrote {args.snapshot}: open it at https://pytorch.org/memory_viz", file=sys.stderr)
+    if args.timeline:
+        from .timeline.export import repeated, write_trace
+        from .timeline.step_time import StepPlan
+
+        plan = StepPlan(request, trace, run.ledger, run.work)
+        write_trace(repeated(plan.tasks, args.timeline_steps), args.timeline)
+        print(f"wrote {args.timeline}: open it at https://ui.perfetto.dev", file=sys.stderr)
     return 0

@@ -257,7 +257,27 @@ def test_the_flags_of_fit_are_those_that_scripts_rely_on():
 
 
 def test_the_flags_of_trace_are_those_that_scripts_rely_on():
-    assert flags_of("trace") == COMMON_FLAGS | {"--target", "--out", "--snapshot", "--params", "--top"}
+    assert flags_of("trace") == COMMON_FLAGS | {
+        "--target",
+        "--out",
+        "--snapshot",
+        "--timeline",
+        "--timeline-steps",
+        "--params",
+        "--top",
+    }
+
+
+def test_the_lanes_of_a_run_are_written_for_perfetto(tmp_path, capsys):
+    place = tmp_path / "lanes.json"
+    words = ["facebook/opt-125m", "--method", "zo2", "--precision", "fp16", "--gpu", "rtx-4090", "--seq", "64"]
+    args = parser_of().parse_args(["trace", *words, "--timeline", str(place), "--timeline-steps", "2"])
+    assert args.run(args) == 0
+
+    events = json.loads(place.read_text())["traceEvents"]
+    lanes = {e["args"]["name"] for e in events if e["ph"] == "M"}
+    assert {"compute", "h2d", "d2h"} <= lanes
+    assert sum(e["ph"] == "X" and e["name"] == "h2d" for e in events) == 2 * 12  # every block, in both steps
 
 
 def test_every_flag_has_a_help_text():
