@@ -154,10 +154,11 @@ def run_trace(args: argparse.Namespace) -> int:
         write_run(args.snapshot, run.ledger, request.alloc_conf)
         print(f"wrote {args.snapshot}: open it at https://pytorch.org/memory_viz", file=sys.stderr)
     if args.timeline:
-        from .timeline.export import repeated, write_trace
+        from .timeline.export import repeated
+        from .timeline.export import write_trace as write_lanes
         from .timeline.step_time import StepPlan
 
         plan = StepPlan(request, trace, run.ledger, run.work)
-        write_trace(repeated(plan.tasks, args.timeline_steps), args.timeline)
+        write_lanes(repeated(plan.tasks, args.timeline_steps), args.timeline)
         print(f"wrote {args.timeline}: open it at https://ui.perfetto.dev", file=sys.stderr)
     return 0
