@@ -18,17 +18,15 @@ leave open who is right, and no memory is counted for it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ...errors import CannotTell, UserError
-from ..simulate import Block, Simulation
+from ..simulate import Simulation
 from ..trace.block_segments import Piece, cut_blocks
-from ..trace.steptrace import StepTrace, TensorSlot
-from .base import Run, Strategy
+from ..trace.steptrace import StepTrace
 from .mezo import check_forward_only
-from .zo2 import check_amp, prepared, said_of_blocks, traced_as
-from .zo_blocks import BlockWalk
+from .zo2 import Zo2, check_amp, prepared, said_of_blocks, traced_as
 from .zo_settings import ZoSettings
 
 if TYPE_CHECKING:
@@ -39,7 +37,7 @@ __all__ = ["DistZo2", "check", "make", "prepared", "said", "traced_as"]
 _SCALAR_BYTES = 4  # an fp32 loss
 
 
-class DistZo2(Strategy):
+class DistZo2(Zo2):
     """What every rank does: their events are equal."""
 
     name = "distzo2"
@@ -47,32 +45,13 @@ class DistZo2(Strategy):
     def __init__(self, pieces: Sequence[Piece], settings: ZoSettings) -> None:
         """`pieces`: the trace of one group's batch, cut by `cut_blocks`."""
         ways = settings.gpus if settings.zo_slice else 1
+        super().__init__(pieces, settings, lanes=2 // settings.zo_pert, ways=ways)
         self._gpus = settings.gpus
-        self._walk = BlockWalk(pieces, settings, lanes=2 // settings.zo_pert, ways=ways)
-        self._sim: Simulation | None = None
-        self._steps = 0
-
-    def trains(self, trace: StepTrace) -> bool:
-        return True
-
-    def at_init(self, sim: Simulation) -> None:
-        self._sim = sim
-        self._walk.load(sim)
-
-    def schedule(self, trace: StepTrace, micro_batch: int) -> Iterator[Run]:
-        assert self._sim is not None
-        yield from self._walk.run(self._sim, micro_batch, with_update=self._steps > 0)
 
     def step(self, sim: Simulation) -> None:
         if self._gpus > 1:
             sim.enqueue("all_reduce", _SCALAR_BYTES)
-        self._steps += 1
-
-    def grad_ready(self, sim: Simulation, param: TensorSlot, block: Block | None) -> None:
-        raise AssertionError("a zeroth-order step has no gradient")
-
-    def hints(self) -> list[str]:
-        return self._walk.hints(self._sim) if self._sim is not None else []
+        super().step(sim)
 
 
 def check(request: Request) -> None:

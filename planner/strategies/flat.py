@@ -11,9 +11,11 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ...errors import UserError
 from ..trace.steptrace import StepTrace, TensorSlot
 
 _NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
+REDUCED_AT_ONCE = 500_000_000  # elements; deepspeed/runtime/engine.py, MEMORY_OPT_ALLREDUCE_SIZE
 _ALIGNMENT = 2  # elements; `nccl_start_alignment_factor`: 4 bytes of a 16-bit dtype
 
 
@@ -105,3 +107,9 @@ def heaviest_rank(trace: StepTrace, world_size: int, groups: str = "one", *, reo
                 filled[owner] += inside
         kept = [total + group.partition - inside for total, inside in zip(kept, filled, strict=True)]
     return kept.index(max(kept))
+
+
+def check_rank(rank: int, world_size: int) -> None:
+    """Raises UserError for a rank that the group does not have."""
+    if not 0 <= rank < world_size:
+        raise UserError(f"rank {rank}: expected 0 to {world_size - 1}", "Ranks count from 0")

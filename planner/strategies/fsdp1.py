@@ -31,6 +31,7 @@ from ..optimizers.rule import OptimizerTensor, StepEvents, StepKind
 from ..simulate import Block, Simulation
 from ..trace.steptrace import ITEMSIZE, Pass, StepTrace, TensorSlot
 from .base import Strategy
+from .fsdp_door import refuse_half_offload, settings_of, shards_of
 from .fsdp_settings import FsdpSettings
 from .fsdp_units import FLOATS, ROOT, CastInputs, depth, must_suit_narrow_trace, refuse_two_precisions, times_entered, units_of
 
@@ -477,41 +478,23 @@ def _half_frozen(name: str, fqn: str, params: Sequence[TensorSlot], use_orig_par
 
 
 def check(request: Request) -> None:
-    settings = _settings(request)
+    settings = settings_of(request, version=1)
     refuse_two_precisions(request.precision, settings)
     if settings.sharding_strategy == "NO_SHARD":
         raise CannotTell("fsdp1 with sharding_strategy NO_SHARD is not modelled: torch calls it deprecated. Use --strategy ddp")
-    if request.offload and set(request.offload) != {"optimizer", "param"}:
-        raise CannotTell(
-            f"--offload {'+'.join(request.offload)}: FSDP moves parameters, gradients and the optimizer to the host together. "
-            "Use --offload optimizer+param"
-        )
+    refuse_half_offload(request.offload)
 
 
 def make(request: Request, trace: StepTrace) -> Strategy:
-    settings = _settings(request)
+    settings = settings_of(request, version=1)
     if settings.param_dtype is not None:
         casts = settings.buffer_dtype == settings.param_dtype
         must_suit_narrow_trace(request.strategy, trace, settings.param_dtype, casts_buffers=casts)
-    replicas = settings.replicas(request.nodes)
-    if request.gpus % replicas:
-        raise UserError(f"dp_replicate_size {replicas}: {request.gpus} GPUs do not divide by it", "Choose a divisor")
-    shards = request.gpus // replicas
+    shards, replicas = shards_of(request, settings)
     return FullySharded(shards, settings, rank=(request.rank or 0) % shards, replicas=replicas, from_host=True)
 
 
 def said(request: Request) -> list[str]:
-    settings = _settings(request)
+    settings = settings_of(request, version=1)
     what = "every block and the model are units" if settings.auto_wrap_policy != "NO_WRAP" else "the model is one unit"
     return [f"FullyShardedDataParallel, {settings.sharding_strategy}: {what}; made on the CPU and moved unit by unit"]
-
-
-def _settings(request: Request) -> FsdpSettings:
-    from dataclasses import replace
-
-    from . import MIXED
-
-    settings = request.fsdp or FsdpSettings(version=1)
-    if request.precision in MIXED and settings.param_dtype is None:
-        settings = replace(settings, param_dtype=MIXED[request.precision])
-    return replace(settings, cpu_offload=True) if request.offload else settings

@@ -35,6 +35,7 @@ from ..optimizers.rule import OptimizerTensor, StepEvents, StepKind
 from ..simulate import Block, Simulation
 from ..trace.steptrace import ITEMSIZE, EventKind, Pass, Phase, StepTrace, TensorSlot
 from .base import Strategy
+from .fsdp_door import refuse_half_offload, settings_of, shards_of
 from .fsdp_settings import FsdpSettings
 from .fsdp_units import (
     ROOT,
@@ -494,13 +495,9 @@ def _calls_with_input_gradient(trace: StepTrace, modules: Iterable[int]) -> dict
 
 
 def check(request: Request) -> None:
-    settings = _settings(request)
+    settings = settings_of(request, version=2)
     refuse_two_precisions(request.precision, settings)
-    if request.offload and set(request.offload) != {"optimizer", "param"}:
-        raise CannotTell(
-            f"--offload {'+'.join(request.offload)}: FSDP moves parameters, gradients and the optimizer to the host together. "
-            "Use --offload optimizer+param"
-        )
+    refuse_half_offload(request.offload)
     if not isinstance(settings.reshard_after_forward, bool | None):
         raise CannotTell(
             f"reshard_after_forward {settings.reshard_after_forward}: resharding to some ranks is not modelled yet"
@@ -515,24 +512,11 @@ def check(request: Request) -> None:
 
 
 def make(request: Request, trace: StepTrace) -> Strategy:
-    settings = _settings(request)
+    settings = settings_of(request, version=2)
     if settings.param_dtype is not None:
         must_suit_narrow_trace(request.strategy, trace, settings.param_dtype)
-    replicas = settings.replicas(request.nodes)
-    if request.gpus % replicas:
-        raise UserError(f"dp_replicate_size {replicas}: {request.gpus} GPUs do not divide by it", "Choose a divisor")
-    return FullyShard(request.gpus // replicas, _knobs(settings, trace), replicas=replicas, from_host=True)
-
-
-def _settings(request: Request) -> FsdpSettings:
-    from . import MIXED
-
-    settings = request.fsdp or FsdpSettings(version=2)
-    if request.strategy == "hsdp" and settings.dp_replicate_size is None:
-        settings = replace(settings, dp_replicate_size=request.nodes)
-    if request.precision in MIXED and settings.param_dtype is None:
-        settings = replace(settings, param_dtype=MIXED[request.precision])
-    return replace(settings, cpu_offload=True) if request.offload else settings
+    shards, replicas = shards_of(request, settings)
+    return FullyShard(shards, _knobs(settings, trace), replicas=replicas, from_host=True)
 
 
 def _knobs(settings: FsdpSettings, trace: StepTrace) -> Fsdp2Settings:
@@ -555,7 +539,7 @@ def _knobs(settings: FsdpSettings, trace: StepTrace) -> Fsdp2Settings:
 
 
 def said(request: Request) -> list[str]:
-    settings = _settings(request)
+    settings = settings_of(request, version=2)
     copies = settings.replicas(request.nodes)
     said = "fully_shard on every block and on the model, made on the CPU and moved block by block"
     if settings.reshard_after_forward is None:

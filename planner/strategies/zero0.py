@@ -23,10 +23,8 @@ from ..simulate import Block, Simulation
 from ..trace.steptrace import ITEMSIZE, TensorSlot
 from .base import Strategy
 from .deepspeed_settings import DeepSpeedSettings
-from .flat import optimizer_groups
+from .flat import REDUCED_AT_ONCE, check_rank, optimizer_groups
 from .zero_host import FP32, Adam, play
-
-_REDUCED_AT_ONCE = 500_000_000  # elements; engine.py, MEMORY_OPT_ALLREDUCE_SIZE
 
 
 class Zero0(Strategy):
@@ -37,8 +35,7 @@ class Zero0(Strategy):
     def __init__(
         self, world_size: int, rank: int = 0, settings: DeepSpeedSettings | None = None, *, own_adam: bool = False
     ) -> None:
-        if not 0 <= rank < world_size:
-            raise UserError(f"rank {rank}: expected 0 to {world_size - 1}", "Ranks count from 0")
+        check_rank(rank, world_size)
         self.settings = settings or DeepSpeedSettings()
         self._own_adam = own_adam
         self._adam = Adam(own_adam, self.settings)
@@ -151,7 +148,7 @@ class Zero0(Strategy):
         for param in (p for p in sim.trace.params if p.requires_grad):
             waiting.append(param)
             elements += param.numel
-            if elements > _REDUCED_AT_ONCE:
+            if elements > REDUCED_AT_ONCE:
                 self._all_reduce(sim, waiting)
                 waiting, elements = [], 0
         self._all_reduce(sim, waiting)

@@ -13,7 +13,7 @@ from ..simulate import Block, Simulation
 from ..trace.steptrace import ITEMSIZE, TensorSlot
 from .base import RankClass, Strategy
 from .deepspeed_settings import DeepSpeedSettings
-from .flat import FlatGroup, flat_group, optimizer_groups, round_robin
+from .flat import FlatGroup, check_rank, flat_group, optimizer_groups, round_robin
 from .zero12_offload import HostOptimizer
 from .zero_host import Adam, play
 
@@ -35,8 +35,7 @@ class Layout(Strategy):
         total_bytes: int | None = None,
     ) -> None:
         """`total_bytes`: of the GPU, as torch reports them; None: there is room for everything."""
-        if not 0 <= rank < world_size:
-            raise UserError(f"rank {rank}: expected 0 to {world_size - 1}", "Ranks count from 0")
+        check_rank(rank, world_size)
         self.world_size = world_size
         self.rank = rank
         self.settings = settings or DeepSpeedSettings()

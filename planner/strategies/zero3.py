@@ -31,7 +31,7 @@ from ..simulate import Block, Simulation
 from ..trace.steptrace import ITEMSIZE, Pass, TensorSlot
 from .base import Strategy
 from .deepspeed_settings import DeepSpeedSettings
-from .flat import optimizer_groups
+from .flat import check_rank, optimizer_groups
 from .zero3_gather import GatherKnobs, ParamCoordinator
 from .zero3_hooks import ModuleUse, module_use
 from .zero3_store import Store
@@ -50,8 +50,7 @@ class Zero3(Strategy):
     def __init__(
         self, world_size: int, rank: int = 0, settings: DeepSpeedSettings | None = None, *, own_adam: bool = False
     ) -> None:
-        if not 0 <= rank < world_size:
-            raise UserError(f"rank {rank}: expected 0 to {world_size - 1}", "Ranks count from 0")
+        check_rank(rank, world_size)
         self.world_size = world_size
         self.rank = rank
         self.settings = settings or DeepSpeedSettings()

@@ -11,17 +11,15 @@ is offloaded.  With L and ps = L / N of `flat`, n elements of a parameter:
 
 from __future__ import annotations
 
-from ...errors import CannotTell, UserError
+from ...errors import CannotTell
 from ..ledger import Component, Tier
 from ..optimizers.rule import OptimizerTensor
 from ..simulate import Block, Simulation
 from ..trace.steptrace import ITEMSIZE, TensorSlot
 from .base import Strategy
 from .deepspeed_settings import DeepSpeedSettings
-from .flat import FlatGroup, flat_group, optimizer_groups
+from .flat import REDUCED_AT_ONCE, FlatGroup, check_rank, flat_group, optimizer_groups
 from .zero_host import FP32, Adam, play
-
-_REDUCED_AT_ONCE = 500_000_000  # elements; engine.py, MEMORY_OPT_ALLREDUCE_SIZE
 
 
 class Bf16Optimizer(Strategy):
@@ -32,8 +30,7 @@ class Bf16Optimizer(Strategy):
     def __init__(
         self, world_size: int, rank: int = 0, settings: DeepSpeedSettings | None = None, *, own_adam: bool = False
     ) -> None:
-        if not 0 <= rank < world_size:
-            raise UserError(f"rank {rank}: expected 0 to {world_size - 1}", "Ranks count from 0")
+        check_rank(rank, world_size)
         self.world_size, self.rank = world_size, rank
         self.settings = settings or DeepSpeedSettings()
         self._adam = Adam(own_adam, self.settings)
@@ -93,7 +90,7 @@ class Bf16Optimizer(Strategy):
         waiting: list[FlatGroup] = []
         for group in self._groups:
             waiting.append(group)
-            if sum(g.length for g in waiting) > _REDUCED_AT_ONCE:
+            if sum(g.length for g in waiting) > REDUCED_AT_ONCE:
                 self._all_reduce(sim, waiting)
                 waiting = []
         self._all_reduce(sim, waiting)

@@ -38,9 +38,9 @@ class Zo2(Strategy):
 
     name = "zo2"
 
-    def __init__(self, pieces: Sequence[Piece], settings: ZoSettings | None = None) -> None:
-        """`pieces`: the trace that will be walked, cut by `cut_blocks`."""
-        self._walk = BlockWalk(pieces, settings or ZoSettings())
+    def __init__(self, pieces: Sequence[Piece], settings: ZoSettings | None = None, *, lanes: int = 2, ways: int = 1) -> None:
+        """`pieces`: the trace that will be walked, cut by `cut_blocks`; `lanes` and `ways` as for `BlockWalk`."""
+        self._walk = BlockWalk(pieces, settings or ZoSettings(), lanes=lanes, ways=ways)
         self._sim: Simulation | None = None
         self._steps = 0
 
