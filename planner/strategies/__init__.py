@@ -51,6 +51,8 @@ def _inner(request: Request) -> Request:
 
 def _door(request: Request) -> Any:
     name = _METHOD_DOORS.get(request.method) or _DOORS[request.strategy]
+    if request.strategy == "hsdp" and request.fsdp is not None and request.fsdp.version == 1:
+        name = "fsdp1"  # HYBRID_SHARD of FullyShardedDataParallel
     return importlib.import_module(f"{__name__}.{name}")
 
 

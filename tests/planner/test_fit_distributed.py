@@ -11,6 +11,7 @@ from memplan.planner.ledger import Tier
 from memplan.planner.predict import ledger_of
 from memplan.planner.prediction import Verdict
 from memplan.planner.strategies import DISTRIBUTED, make_strategy
+from memplan.planner.strategies.fsdp_settings import FsdpSettings
 from memplan.planner.trace.source import TraceSource
 from memplan.planner.trace.steptrace import Phase
 
@@ -56,6 +57,15 @@ def test_hybrid_shards_are_those_of_one_machine(traces):
     alone = ask(strategy="fsdp2", gpus=4, precision="fp32")
 
     assert ledger_of(request, traces.step(request)).peak_bytes() == ledger_of(alone, traces.step(alone)).peak_bytes()
+
+
+def test_hybrid_shards_of_the_first_version_are_its_own(traces):
+    knobs = FsdpSettings(version=1, sharding_strategy="HYBRID_SHARD")
+    request = ask(strategy="hsdp", gpus=8, nodes=2, precision="fp32", fsdp=knobs)
+    request.check()
+    found = make_strategy(request, traces.step(request))
+
+    assert (found.name, found.world_size, found.replicas) == ("fsdp1", 4, 2)
 
 
 @pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
