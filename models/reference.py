@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,20 @@ def load(
             "model: the reference is empty", "Name a model, for example bert-base-uncased; memplan models list shows all"
         )
     changes = dict(overrides or {})
+    spec = _found(reference, task, changes, trust_remote_code)
+    return replace(spec, reference=_from_anywhere(reference, spec), overrides=changes)
+
+
+def _from_anywhere(reference: str, spec: ModelSpec) -> str:
+    """`reference` so that it names the same model from another folder."""
+    if spec.source == "folder":
+        return str(Path(reference).expanduser().resolve())
+    if spec.factory is not None and spec.factory.module is None:
+        return f"{spec.factory.path}:{spec.factory.function}"
+    return spec.name if spec.source == "catalogue" else reference
+
+
+def _found(reference: str, task: str | None, changes: Mapping[str, str], trust_remote_code: bool) -> ModelSpec:
     entry = catalogue.find(reference)
     if entry is not None:
         return _spec(entry.id, "catalogue", entry.config, task or entry.task, changes,

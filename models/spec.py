@@ -64,6 +64,8 @@ class ModelSpec:
     trust_remote_code: bool = False
     folder: Path | None = None  # where config.json lay; code named by `auto_map` is taken from there
     notes: tuple[str, ...] = ()
+    reference: str = field(default="", compare=False)  # what `load` was given, paths made absolute
+    overrides: Mapping[str, str] = field(default_factory=dict, compare=False)  # `--set`, as text
 
     @property
     def model_type(self) -> str | None:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 from ..errors import CannotTell, UserError, did_you_mean
 from ..models.adapters import ADAPTER_METHODS, AdapterSettings
 from .loop import LoopFacts
+from .optimizers.methods import METHODS as OPTIMIZER_METHODS
+from .optimizers.refusals import refuse
 from .strategies import DISTRIBUTED, SINGLE, ZEROTH_ORDER, check_strategy
 from .trace.options import recompute_parts
 
@@ -19,15 +21,15 @@ if TYPE_CHECKING:
     from .strategies.zo_settings import ZoSettings
 
 PRECISIONS = ("fp32", "bf16", "fp16", "bf16-autocast", "fp16-autocast", "bf16-mixed", "fp16-mixed")
-METHODS = ("full", *ADAPTER_METHODS, *ZEROTH_ORDER)
+METHODS = ("full", *ADAPTER_METHODS, *ZEROTH_ORDER, *OPTIMIZER_METHODS)
 STRATEGIES = (SINGLE, "release", *DISTRIBUTED)
 MODES = ("train", "forward", "inference")
 ATTENTIONS = ("sdpa", "eager", "flash_attention_2")
 LOSSES = ("model", "plain", "shifted", "chunked")
 # Other spellings that people use, by option.
 ALIASES = {"attention": {"flash2": "flash_attention_2"}, "loss": {"hf": "model"}}
-# Strategies that handle parameters one by one, so that frozen ones need no rule of their own.
-_ADAPTER_STRATEGIES = (SINGLE, "release", "ddp")
+# Strategies whose treatment of frozen parameters beside trained ones is modelled.
+_ADAPTER_STRATEGIES = (SINGLE, "release", "ddp", "fsdp1", "fsdp2", "hsdp")
 # What can leave the GPU, by where it goes.
 OFFLOADS = {"cpu": ("optimizer", "param", "activation"), "nvme": ("optimizer:nvme", "param:nvme")}
 DEFAULT_MICRO_BATCH_SIZE = 1
@@ -35,7 +37,7 @@ DEFAULT_SEQ_LEN = 2048  # capped by the model's positions
 DEFAULT_IMAGE_SEQ_LEN = 0
 
 # Words of the command line that this version does not plan yet.  Asking for one is no mistake: the answer is unknown.
-_LATER_METHODS = ("boft", "waveft", "shira", "unilora", "freeze", "galore", "badam", "lomo", "lisa")
+_LATER_METHODS = ("boft", "waveft", "shira", "unilora", "freeze", "lisa")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,6 +136,7 @@ class Request:
         known = [part for device in OFFLOADS.values() for part in device]
         for part in self.offload:
             one_of("--offload", part, tuple(known))
+        refuse(self)
         check_strategy(self)
         if self.strategy != SINGLE and self.mode != "train":
             raise CannotTell(f"--mode {self.mode} with --strategy {self.strategy} is not modelled yet. Use --mode train")
@@ -160,14 +163,17 @@ class Request:
         return replace(self, **own, loop=replace(self.loop, **loop_fields))
 
     def as_data(self) -> dict[str, Any]:
-        """The question as JSON data, for the answer to carry."""
+        """The question as JSON data, for the answer to carry; `question.request_of` is the inverse."""
         plain = {
             k: v for k, v in asdict(replace(self, loop=self.loop)).items() if k not in ("model", "device", "defaults", "loop")
         }
         return {
             "model": self.model.name,
+            "reference": self.model.reference,
+            "overrides": dict(self.model.overrides),
             "task": self.model.task,
             "gpu": self.device.key,
+            "gpu_total_bytes": self.device.total_bytes,
             **plain,
             "frozen": list(self.frozen),
             "loop": asdict(self.loop),

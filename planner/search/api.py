@@ -151,6 +151,7 @@ def _plan(
         notes.append("nothing fits with room to spare: try it before you rely on it")
     return Plan(
         question=_question(base, bases, wanted),
+        base=base.as_data(),
         gpu=base.device.name,
         usable_bytes=base.device.usable_bytes,
         global_batch_size=wanted.global_batch_size,
@@ -357,3 +358,18 @@ def best_request(plan_row: Candidate, base: Request) -> Request:
         grad_accum_steps=plan_row.grad_accum_steps,
         alloc_conf=plan_row.alloc_conf,
     )
+
+
+def request_of_plan(plan: Plan, row: int = 0, source: str = "plan.json") -> Request:
+    """The question that a row of a plan answers, from plan.json alone; `row` counts from 0.
+
+    Raises UserError where the plan has no such row, and for what `question.request_of` refuses.
+    """
+    from ..question import request_of
+
+    if not 0 <= row < len(plan.candidates):
+        rows = f"{len(plan.candidates)} rows" if plan.candidates else "no rows: nothing fitted"
+        raise UserError(f"{source}: there is no row {row + 1}; the plan has {rows}", "Rows count from 1")
+    best = plan.candidates[row]
+    data = {**plan.base, "gpus": best.gpus, "nodes": best.nodes}
+    return best_request(best, request_of(data, source))

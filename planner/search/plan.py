@@ -86,6 +86,8 @@ class Plan:
 
     question: dict[str, Any]
     """What was asked, as JSON data: model, GPU, sizes, and the user's choices."""
+    base: dict[str, Any]
+    """`Request.as_data()` of the question without what is searched: what a row is read back with."""
     gpu: str
     usable_bytes: int
     """Of one GPU, for PyTorch."""
@@ -102,6 +104,12 @@ class Plan:
     num_considered: int = 0
     num_simulated: int = 0
     versions: dict[str, str] | None = None
+    predicted: dict[str, Any] | None = None
+    """`Prediction.to_json()` of the first row, in a folder that was written."""
+    launch: tuple[str, ...] = ()
+    """How the program in that folder is started, inside it."""
+    files: dict[str, str] | None = None
+    """{name: SHA-256} of its other files."""
 
     @property
     def fits(self) -> bool:

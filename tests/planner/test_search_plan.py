@@ -7,8 +7,10 @@ import json
 
 import pytest
 from memplan.errors import UserError
+from memplan.planner.api import make_request
 from memplan.planner.prediction import Verdict
 from memplan.planner.search import cli
+from memplan.planner.search.api import best_request, request_of_plan
 from memplan.planner.search.plan import FORMAT, Candidate, Plan, Refused, read_plan
 from memplan.planner.search.table import command, render
 from memplan.planner.search.write import launch_command
@@ -38,12 +40,22 @@ def candidate(**changes) -> Candidate:
 def plan(*candidates: Candidate, **changes) -> Plan:
     values = {
         "question": {"model": MODEL, "task": "causal-lm", "gpu": "a100-sxm-80gb", "gpus": 8, "nodes": 1},
-        "gpu": "A100 SXM4 80GB", "usable_bytes": 77 << 30, "global_batch_size": 64, "seq_len": 1024, "objective": "throughput",
+        "base": {}, "gpu": "A100 SXM4 80GB", "usable_bytes": 77 << 30,
+        "global_batch_size": 64, "seq_len": 1024, "objective": "throughput",
         "candidates": candidates, "notes": ("a node as DGX",), "num_considered": 72, "num_simulated": 6,
         "refused": (Refused(name="ddp, bf16-autocast", micro_batch_size=8, needs_bytes=120 << 30, simulated=False,
                             reason="needs at least 120.00 GiB of 77.00 GiB"),),
     }  # fmt: skip
     return Plan(**{**values, **changes})
+
+
+def test_a_row_of_a_plan_is_read_back_as_the_question_that_it_answers():
+    base = make_request(MODEL, "a100-80gb", gpus=8, precision="fp32", seq_len=1024)
+    made = plan(candidate(), candidate(strategy="fsdp2", offload=()), base=base.as_data())
+    again = request_of_plan(Plan.from_json(json.loads(made.text())), 1)
+    assert again.as_data() == best_request(made.candidates[1], base).as_data()
+    with pytest.raises(UserError, match="no row 3"):
+        request_of_plan(made, 2)
 
 
 def test_a_plan_survives_its_file():
