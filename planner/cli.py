@@ -11,8 +11,9 @@ from ..errors import UserError
 from . import allocator_cli, explain_cli
 from .compare import cli as compare_cli
 from .optimizers import cli as optimizers_cli
-from .options import add_hardware_options, add_model_options, add_run_options, request_from
+from .options import add_hardware_options, add_model_options, add_run_options, request_from, settle_model
 from .search import cli as search_cli
+from .show import cli as show_cli
 from .study import cli as study_cli
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ _TRACE = """Records one training step of MODEL without weights, data or GPU, and
 def add_commands(commands: Any) -> None:
     """Adds `fit`, `trace`, `replay`, `study` and `optimizers` to the sub-parsers of the command line."""
     fit = commands.add_parser("fit", help="will it fit on my GPU, and where does every byte go?", description=_FIT)
-    add_model_options(fit)
+    add_model_options(fit, named_by_file=True)
     add_hardware_options(fit, default="auto")
     add_run_options(fit)
     answer = fit.add_argument_group("the answer")
@@ -40,11 +41,12 @@ def add_commands(commands: Any) -> None:
     answer.add_argument("--strict", action="store_true", help="a tight fit is a failure: exit code 1")
     answer.add_argument("--write", metavar="DIR", help="write the files that run it: ds_config.json, accelerate.yaml ...")
     answer.add_argument("--force", action="store_true", help="with --write: into a folder that is there already")
+    show_cli.add_options(answer)
     answer.add_argument("--json", action="store_true", help="print JSON; sizes in bytes")
     fit.set_defaults(run=run_fit)
 
     trace = commands.add_parser("trace", help="record one training step and say what it does", description=_TRACE)
-    add_model_options(trace)
+    add_model_options(trace, named_by_file=True)
     add_hardware_options(trace, default=_TRACE_GPU)
     add_run_options(trace)
     answer = trace.add_argument_group("the answer")
@@ -64,6 +66,7 @@ def add_commands(commands: Any) -> None:
     optimizers_cli.add_commands(commands)
     explain_cli.add_commands(commands)
     search_cli.add_commands(commands)
+    show_cli.add_commands(commands)
     compare_cli.add_commands(commands)
 
 
@@ -78,6 +81,8 @@ def run_fit(args: argparse.Namespace) -> int:
         from .engines.write import check_folder
 
         check_folder(args.write, force=args.force)
+    show_cli.check_options(args)
+    settle_model(args)
     with progress(f"recording one step of {args.model}", enabled=not args.json) as say:
         request, prediction = _predict(args, say)
     try:
@@ -90,14 +95,19 @@ def run_fit(args: argparse.Namespace) -> int:
     except BrokenPipeError:  # `memplan fit ... | head -1`: the exit code still is the answer
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if args.write and prediction.verdict != "unknown":
-        _write(args.write, request, force=args.force)
+        _write(args.write, request, prediction, force=args.force)
+    if (args.html or args.figure) and prediction.verdict != "unknown":
+        from .trace.source import TraceSource
+
+        _, ledger, spans = show_cli.simulate_again(request, TraceSource())
+        show_cli.write(args, prediction, ledger, spans)
     return prediction.verdict.exit_code(args.strict)
 
 
-def _write(folder: str, request: Request, *, force: bool) -> None:
+def _write(folder: str, request: Request, prediction: Prediction, *, force: bool) -> None:
     from .engines.write import write_folder
 
-    files = write_folder(request, folder, force=force)
+    files = write_folder(request, folder, force=force, prediction=prediction)
     print(f"wrote {folder}: {', '.join(files.texts)}", file=sys.stderr)
     for note in files.notes:
         print(f"note: {note}", file=sys.stderr)
@@ -105,10 +115,11 @@ def _write(folder: str, request: Request, *, force: bool) -> None:
 
 def _predict(args: argparse.Namespace, say: Any) -> tuple[Request, Prediction]:
     from .predict import predict
+    from .recompute.selective import chosen
     from .trace.source import TraceSource
 
-    request = request_from(args)
     source = TraceSource()
+    request = chosen(request_from(args), source)
     prediction = predict(request, source)
     if args.no_advice or prediction.verdict == "unknown":
         return request, prediction

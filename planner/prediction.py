@@ -138,3 +138,8 @@ class Prediction:
         from .report import render
 
         return render(self)
+
+    def _repr_html_(self) -> str:
+        from .show.html import prediction_html
+
+        return prediction_html(self)

@@ -132,6 +132,16 @@ class Plan:
         """What plan.json holds."""
         return json.dumps(self.to_json(), indent=2) + "\n"
 
+    def __str__(self) -> str:
+        from .table import render
+
+        return render(self)
+
+    def _repr_html_(self) -> str:
+        from ..show.html import plan_html
+
+        return plan_html(self)
+
     @classmethod
     def from_json(cls, data: Any, source: str = "plan.json") -> Plan:
         """The inverse of `to_json`.  Raises UserError for another kind of file, a newer format, and unknown or missing keys."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ...errors import CannotTell, UserError
 from ...files import write_for_user
 from ...units import GiB, MiB
+from ..show.colours import COMPONENT as COLOURS
 from ..wording import COMPONENT
 from .study import Study
 
@@ -16,19 +17,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 KINDS = ("png", "svg")
-# Okabe and Ito's colours, told apart by people who do not see red or green; what stays through the step first.
-_COLOURS = {
-    "param": "#0072B2",
-    "buffer": "#999999",
-    "master_weight": "#56B4E9",
-    "optimizer_state": "#009E73",
-    "grad": "#E69F00",
-    "activation": "#D55E00",
-    "temp": "#CC79A7",
-    "comm_buffer": "#F0E442",
-    "offload_buffer": "#000000",
-    "workspace": "#bbbbbb",
-}
 _SHORT = {"init": "init", "forward": "fwd", "backward": "bwd", "step": "step"}
 _BAR = 0.8  # of the distance between bars
 _GAP = 1.0  # between strategies
@@ -57,7 +45,7 @@ def draw(study: Study) -> Figure:
         for offset, step in enumerate(steps):
             bottom = 0.0
             peak = column.steps[step].get("gpu")
-            for part, colour in _COLOURS.items():
+            for part, colour in COLOURS.items():
                 height = (peak.components.get(part, 0) if peak else 0) / unit
                 if height:
                     drawn = axes.bar(left + offset, height, _BAR, bottom, color=colour, edgecolor="white", linewidth=0.4)
@@ -82,7 +70,7 @@ def draw(study: Study) -> Figure:
         )
     axes.set_title(f"{first.question['model']}, {study.scale[0]} x {first.gpu} ({total / GiB:.0f} GiB)", fontsize=11)
     axes.spines[["top", "right"]].set_visible(False)
-    order = [part for part in _COLOURS if part in seen][::-1]
+    order = [part for part in COLOURS if part in seen][::-1]
     figure.legend([seen[p] for p in order], [COMPONENT[p] for p in order], loc="outside right upper", fontsize=8, frameon=False)
     return figure
 
