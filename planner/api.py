@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 from ..errors import UserError
 from ..units import parse_bytes
 from .loop import LoopFacts
+from .optimizers.methods import METHODS as OPTIMIZER_METHODS
+from .optimizers.methods import default_optimizer, method_of, optimizer_under
 from .request import ALIASES, DEFAULT_MICRO_BATCH_SIZE, DEFAULT_SEQ_LEN, Request
 from .strategies import DISTRIBUTED
 
@@ -44,8 +46,10 @@ def fits(
     from .predict import predict
     from .trace.source import TraceSource
 
-    request = make_request(model, gpu, **options)
+    from .recompute.selective import chosen
+
     source = traces or TraceSource()
+    request = chosen(make_request(model, gpu, **options), source)
     prediction = predict(request, source)
     return advise(prediction, request, source) if advice else prediction
 
@@ -91,6 +95,7 @@ def make_request(
         if name in options:
             options[name] = spellings.get(options[name], options[name])
     defaults = [note] if note else []
+    _name_the_optimizer(options)
     if "micro_batch_size" not in options:
         defaults.append(f"micro batch size {DEFAULT_MICRO_BATCH_SIZE} (not given)")
     if "seq_len" not in options:
@@ -107,6 +112,17 @@ def make_request(
             options["precision"], reason = "bf16-mixed", reason + ", with fp32 masters"
         defaults.append(f"precision {options['precision']} (not given: {reason})")
     return Request(model=spec, device=device, loop=LoopFacts(**loop_facts), defaults=tuple(defaults), **options)
+
+
+def _name_the_optimizer(options: dict[str, Any]) -> None:
+    """A method that an optimizer is, by either of its names; what steps inside backward only releases gradients."""
+    method, optimizer = options.get("method"), options.get("optimizer")
+    if method is None and optimizer is not None and (own := method_of(optimizer)):
+        method = options["method"] = own
+    if method in OPTIMIZER_METHODS:
+        options["optimizer"] = optimizer_under(method, optimizer) if optimizer else default_optimizer(method)
+        if method == "lomo":
+            options.setdefault("strategy", "release")
 
 
 def _default_precision(spec: ModelSpec, device: Device) -> tuple[str, str]:

@@ -20,9 +20,13 @@ ADAPTER_OPTIONS = (
 )  # fmt: skip
 
 
-def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """MODEL, and the options of the model and its batch."""
-    parser.add_argument("model", metavar="MODEL", help="a name (`memplan models list`), a hub id, a folder, FILE.py:FUNCTION")
+def add_model_options(parser: argparse.ArgumentParser, *, named_by_file: bool = False) -> None:
+    """MODEL, and the options of the model and its batch; `named_by_file`: it may be left out where --from names it."""
+    words = "a name (`memplan models list`), a hub id, a folder, FILE.py:FUNCTION"
+    if named_by_file:
+        parser.add_argument("model", metavar="MODEL", nargs="?", help=words + " (default: what the file of --from names)")
+    else:
+        parser.add_argument("model", metavar="MODEL", help=words)
     group = parser.add_argument_group("the model and its batch")
     group.add_argument("--task", metavar="T", help="what it is trained for (default: what the config says)")
     group.add_argument(
@@ -59,12 +63,16 @@ def _add_scale_options(group: argparse._ArgumentGroup) -> None:
 def add_run_options(parser: argparse.ArgumentParser) -> None:
     """The options of how it is trained, and of the training loop."""
     how = parser.add_argument_group("how it is trained")
-    files = "a DeepSpeed JSON, an accelerate YAML, TrainingArguments or an fsdp_config, taken as it is"
+    files = (
+        "a training file as it is: axolotl, LLaMA-Factory, TRL, torchtune, DeepSpeed's JSON, accelerate's YAML, "
+        "TrainingArguments, an fsdp_config; options go before it"
+    )
     how.add_argument("--from", dest="from_file", metavar="FILE", help=files)
     precisions = "fp32, bf16, fp16, bf16-autocast, fp16-autocast, bf16-mixed, fp16-mixed (default: as the weights are stored)"
     how.add_argument("--precision", metavar="P", help=precisions)
     how.add_argument("--mode", metavar="M", help="train (default), forward: no backward, inference: under no_grad")
-    how.add_argument("--method", metavar="M", help="full (default), lora, qlora, dora, oft, ia3 ..., mezo, zo2, distzo2")
+    methods = "full (default), lora, qlora, dora, oft, ia3 ..., galore, apollo, badam, hift, lomo, mezo, zo2, distzo2"
+    how.add_argument("--method", metavar="M", help=methods)
     how.add_argument("--strategy", metavar="S", help="single (default), ddp, zero0 .. zero3, fsdp1, fsdp2, hsdp")
     how.add_argument("--optimizer", metavar="O", help="adamw (default), flash-adamw, adamw-8bit ...: `memplan optimizers list`")
     how.add_argument(
@@ -72,7 +80,10 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     )
     how.add_argument("--optimizer-impl", metavar="I", help="default: what torch picks; foreach, fused, for-loop")
     how.add_argument(
-        "--recompute", metavar="R", help="none (default), full, every-k:N, selective-layer:N, selective-op[:matmul+attention]"
+        "--recompute",
+        metavar="R",
+        help="none (default), full, every-k:N, selective-layer:N, selective-op[:matmul+attention], selective[:GiB]: "
+        "the cheapest choice that fits into that much (default: the GPU), which is printed as keep:...",
     )
     how.add_argument(
         "--loss",
@@ -149,6 +160,8 @@ def request_from(args: argparse.Namespace) -> Request:
         if value is not None and value < 1:
             raise UserError(f"--{option.replace('_', '-')} {value}: must be 1 or more", "Leave it out for the default")
     loop = {"grad_accum_steps": args.grad_accum, "zero_grad": args.zero_grad}
+    settle_model(args)
+    given = _adapter_given(args)
     options: dict[str, Any] = {
         "micro_batch_size": args.micro_batch,
         "seq_len": args.seq,
@@ -172,7 +185,7 @@ def request_from(args: argparse.Namespace) -> Request:
         "host_ram_bytes": args.host_ram and parse_bytes(args.host_ram, "--host-ram"),
         "nvme_bytes": args.nvme and parse_bytes(args.nvme, "--nvme"),
         "zo": _zo_settings(args),
-        "adapter": _adapter_settings(args),
+        "adapter": given if args.from_file else _adapter_settings(args.method, given),
         "frozen": tuple(args.freeze),
         "compiled": args.compile and not args.assume_eager,
         "alloc_conf": args.alloc_conf,
@@ -184,16 +197,20 @@ def request_from(args: argparse.Namespace) -> Request:
     overrides = parse_settings(args.set)
     model: str | ModelSpec = args.model
     notes: list[str] = []
+    eager = False
     if args.from_file:
         from ..models import load
         from .engines.detect import read_config
         from .engines.imported import apply
 
+        imported = read_config(args.from_file)
         model = load(args.model, task=args.task, overrides=overrides, trust_remote_code=args.trust_remote_code)
-        options = apply(read_config(args.from_file), options, model.config)
+        eager = args.assume_eager and "compiled" in imported.said
+        imported = imported.without("compiled") if eager else imported
+        options = apply(imported, options, model.config)
         notes = options.pop("notes")
-        if args.assume_eager:
-            options["compiled"] = False
+        if imported.model is not None and imported.model.value != args.model:
+            notes.insert(0, f"{imported.source}: MODEL {args.model} is taken, not {imported.model.key} of the file")
     request = make_request(
         model,
         args.gpu,
@@ -204,7 +221,7 @@ def request_from(args: argparse.Namespace) -> Request:
         **options,
     )
     request = replace(request, defaults=(*request.defaults, *notes))
-    if args.compile and args.assume_eager:
+    if (args.compile and args.assume_eager) or eager:
         said = (
             "the run uses torch.compile and is answered as if it did not (--assume-eager): compiled kernels keep other tensors"
         )
@@ -228,9 +245,23 @@ def _parts(text: str | None) -> tuple[str, ...]:
     return () if text in (None, "", "none") else tuple(text.split("+"))
 
 
-def _adapter_settings(args: argparse.Namespace) -> AdapterSettings | None:
-    """The options of adapters, or None where none was given."""
-    from ..models.adapters import ADAPTER_METHODS, AdapterSettings
+def settle_model(args: argparse.Namespace) -> None:
+    """MODEL where it was left out: what the file of --from names.  Raises UserError where nothing names one."""
+    if args.model is not None:
+        return
+    if not args.from_file:
+        raise UserError("MODEL is missing", "Name one, for example meta-llama/Llama-3.1-8B; `memplan models list` shows all")
+    from .engines.detect import read_config
+
+    imported = read_config(args.from_file)
+    if imported.model is None:
+        raise UserError(f"{args.from_file} names no model that memplan knows", "Say it on the command line: MODEL")
+    args.model = imported.model.value
+
+
+def _adapter_given(args: argparse.Namespace) -> dict[str, Any]:
+    """The fields of AdapterSettings that were said.  Raises UserError where --method has no adapter."""
+    from ..models.adapters import ADAPTER_METHODS
 
     given = {
         "rank": args.lora_rank,
@@ -245,14 +276,21 @@ def _adapter_settings(args: argparse.Namespace) -> AdapterSettings | None:
         "autocast": False if args.no_autocast else None,
     }
     given = {name: value for name, value in given.items() if value is not None}
-    if not given:
-        return None
-    if args.method not in ADAPTER_METHODS:
+    if given and args.method not in ADAPTER_METHODS and not (args.from_file and args.method is None):
         option = next(o for o in ADAPTER_OPTIONS if getattr(args, o) not in (None, False))
         raise UserError(
             f"--{option.replace('_', '-')} with --method {args.method or 'full'}: it belongs to adapters", "Use --method lora"
         )
-    settings = AdapterSettings.of(args.method, **given)
+    return given
+
+
+def _adapter_settings(method: str | None, given: dict[str, Any]) -> AdapterSettings | None:
+    """What the options of adapters say, or None where none was given."""
+    from ..models.adapters import AdapterSettings
+
+    if not given or method is None:
+        return None
+    settings = AdapterSettings.of(method, **given)
     settings.check()
     return settings
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..units import gib, human
+from .optimizers.methods import METHODS as OPTIMIZER_METHODS
 from .prediction import Verdict
 from .strategies import ZEROTH_ORDER
 from .wording import COMPONENT, LANE, PHASE, columns, count, figure, hundredths, op_name, shares
@@ -150,7 +151,8 @@ def _asked(p: Prediction, width: int) -> str:
         how.append(f"{loop['grad_accum_steps']} accumulated")
     if _has_backward(q):
         recompute = {"none": "no recompute", "full": "activations recomputed in backward"}
-        how.append(recompute.get(q["recompute"], f"recompute {q['recompute']}"))
+        partly = "recomputed in part" if q["recompute"].startswith("keep:") else f"recompute {q['recompute']}"
+        how.append(recompute.get(q["recompute"], partly))
     if q["strategy"] == "release":
         how.append("gradients released in backward")
     elif q["strategy"] != "single":
@@ -186,7 +188,9 @@ def _seconds(seconds: float) -> str:
 
 
 def _training(question: dict[str, Any]) -> str:
-    return f"{question['method']} training" + (f" with {question['optimizer']}" if _has_backward(question) else "")
+    how = f"with {question['optimizer']}" if _has_backward(question) else ""
+    method = "full" if question["method"] in OPTIMIZER_METHODS else question["method"]  # the optimizer says which
+    return f"{method} training {how}".rstrip()
 
 
 def _has_backward(question: dict[str, Any]) -> bool:

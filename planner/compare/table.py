@@ -94,11 +94,12 @@ def _grouped(found: Comparison, impossible: bool) -> list[str]:
     for refusal in found.refused:
         if refusal.impossible is impossible:
             groups.setdefault((refusal.reason, _how(refusal.way)), []).append(refusal.way.optimizer)
-    said: dict[str, list[str]] = {}
+    said: dict[str, dict[str, list[str]]] = {}
     for (reason, how), names in groups.items():
         who = "every optimizer" if len(names) == total[how] > 1 else ", ".join(names)
-        said.setdefault(reason, []).append(f"{who} ({how})")
-    return [f"{'; '.join(who)}: {reason}" for reason, who in said.items()]
+        said.setdefault(reason, {}).setdefault(who, []).append(how)
+    whose = {reason: "; ".join(f"{who} ({'; '.join(hows)})" for who, hows in each.items()) for reason, each in said.items()}
+    return [f"{who}: {reason}" for reason, who in whose.items()]
 
 
 def _how(way: Way) -> str:

@@ -6,8 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ...errors import CannotTell, UserError
+from ...errors import UserError
 from ..optimizers.catalogue import entries, entry_of, optimizer_rule, split_options
+from ..optimizers.methods import METHODS, default_optimizer, optimizer_under
 
 if TYPE_CHECKING:
     from ..optimizers.entry import Entry
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
 
 NO_OPTIMIZER = "-"  # zeroth-order training updates the weights in place
 RELEASES = {"both": (False, True), "yes": (True,), "no": (False,)}  # the values of --grad-release
-_FP8_FROM = (8, 9)  # compute capability that has float8 (torchao/optim/subclass_fp8.py)
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,17 @@ class Way:
 
 
 def ways(bases: Sequence[Request], optimizers: Sequence[str], releases: Sequence[bool]) -> Iterator[Way]:
-    """Every combination, base by base.  Zeroth-order training has no optimizer and no gradients: one way."""
+    """Every combination, base by base.  Zeroth-order training has no optimizer and no gradients: one way.
+
+    A method that an optimizer is (GaLore, BAdam) meets the ones that it has: asked for as `adamw` or by their own names.
+    """
     for base in bases:
-        if base.has_backward:
+        if base.method in METHODS:
+            base = base.but(strategy="single") if base.strategy == "release" else base  # each way says which
+            names = [_under(base.method, name) for name in optimizers]
+            own = dict.fromkeys(name for name in names if name) or [default_optimizer(base.method)]
+            yield from (Way(base, name, released) for name in own for released in releases)
+        elif base.has_backward:
             yield from (Way(base, name, released) for name in optimizers for released in releases)
         else:
             yield Way(base, NO_OPTIMIZER, False)
@@ -67,25 +75,14 @@ def check(way: Way) -> None:
     """Raises UserError for what the library refuses, CannotTell for what is not modelled as a run of the whole model."""
     if way.base.gpus != 1 or way.base.strategy != "single":
         raise UserError("a comparison is of one GPU", "Use `memplan study` for strategies of several")
-    entry = way.entry
-    if entry is None:
-        way.request.check()
-        return
-    rule = way.rule
-    if rule.in_backward and not way.released:
-        raise UserError(f"{entry.name} steps inside backward only", "It is the way with gradients released")
-    if entry.name == "badam":
-        raise CannotTell(
-            "badam trains one block of layers at a time, and the trace is of all. See `memplan optimizers show badam`"
-        )
-    if entry.name == "deepspeed-cpu-adam":
-        raise UserError("deepspeed-cpu-adam steps parameters that are on the host", "Use --strategy zero2 --offload optimizer")
-    capability = way.base.device.compute_capability
-    if entry.name.endswith("-fp8") and capability is not None and capability < _FP8_FROM:
-        raise UserError(
-            f"{entry.name} needs compute capability 8.9, {way.base.device.name} has {capability[0]}.{capability[1]}"
-        )
     way.request.check()
+
+
+def _under(method: str, optimizer: str) -> str | None:
+    try:
+        return optimizer_under(method, optimizer)
+    except UserError:
+        return None
 
 
 def optimizers_of(text: str) -> list[str]:

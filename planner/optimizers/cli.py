@@ -99,12 +99,14 @@ def state_per_parameter(entry: Entry, dtype: str) -> float | None:
     from .rule import OptimizerTensor
 
     weight = OptimizerTensor((_ROWS, _WIDTH), dtype, name="model.layers.0.mlp.down_proj.weight", module_class="Linear")
+    size = weight.nbytes // weight.numel
     if entry.rule is None:
-        size = weight.nbytes // weight.numel
         copies = TORCH_COPIES.get(entry.name)
         return float(copies * size) if copies is not None else size * (_ROWS + _WIDTH) / weight.numel
     if entry.per_parameter is not None:
         return entry.per_parameter
+    if entry.copies is not None:
+        return float(entry.copies * size)
     try:
         return entry.make({}).step([weight]).state_bytes / weight.numel
     except UserError:

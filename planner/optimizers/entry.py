@@ -52,7 +52,8 @@ class Entry:
     fixed: Mapping[str, Any] = field(default_factory=dict)  # arguments of `rule` that make it this optimizer
     not_with: tuple[str, ...] = ()  # what it cannot be combined with, and other traps
     aliases: tuple[str, ...] = ()  # names of transformers' Trainer (`TrainingArguments.optim`) and other spellings
-    per_parameter: float | None = None  # state of a matrix, where the rule needs torch to tell it
+    per_parameter: float | None = None  # state of a matrix, where the rule needs torch to tell it ...
+    copies: int | None = None  # ... or the same in copies of the parameter
     checked: str = "state"  # what a test compares with the real library: state and transient, state, or nothing
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ...errors import CannotTell, UserError
+from ...errors import CannotTell
 from ..clipping import clip_grad_norm_events
 from ..ledger import Component
 from ..optimizers.rule import OptimizerTensor, StepEvents
@@ -76,15 +76,9 @@ class SingleDevice(Strategy):
             sim.free(self._grads.pop(fqn))
 
 
-_IN_BACKWARD = ("lomo", "adalomo")  # their libraries have no step but the one inside backward
-
-
 def check(request: Request) -> None:
     """One GPU has no other place for its tensors and nobody to share them with."""
     from . import DISTRIBUTED, MIXED
-
-    if request.has_backward and request.optimizer.partition(":")[0] in _IN_BACKWARD:
-        raise UserError(f"--optimizer {request.optimizer}: it steps inside backward only", "Add --grad-release")
 
     if request.gpus != 1:
         raise CannotTell(

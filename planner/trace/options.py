@@ -7,6 +7,7 @@ from typing import Any
 
 from ...errors import UserError
 from ...models.adapters import AdapterSettings, library_versions
+from ..recompute.policy import PREFIX, SELECTIVE, Policy, stated_limit
 
 PARAM_DTYPE = {
     "fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "bf16-autocast": "float32", "fp16-autocast": "float32",
@@ -93,7 +94,8 @@ class TraceOptions:
     """train: forward, loss, backward.  forward: the graph is kept, no backward.  inference: under no_grad, in eval mode."""
     recompute: str = "none"
     """none; full: every block, by the model's own activation checkpointing where it has one; every-k:N: segments of N blocks;
-    selective-layer:N: every Nth block; selective-op[:NAMES]: every block, keeping results of the named ops (joined by +)."""
+    selective-layer:N: every Nth block; selective-op[:NAMES]: every block, keeping results of the named ops (joined by +);
+    keep:...: what each block keeps (`recompute.policy`); selective[:GiB] becomes one before anything is traced."""
     reentrant: bool = False
     """The checkpoint variant: torch's reentrant one, or (default) the one that transformers 5 and torch recommend."""
     attention: str = "sdpa"
@@ -113,6 +115,8 @@ class TraceOptions:
     """Prefixes of parameter names that do not train."""
     adapter: AdapterSettings | None = None
     """What trains instead of the model's own weights."""
+    blockwise: str = ""
+    """badam, hift: one block of layers trains, as that method divides the model; the dearest of them."""
 
     def as_data(self) -> dict[str, Any]:
         """As JSON data; with an adapter also the versions of the libraries that its modules come from."""
@@ -124,13 +128,19 @@ def recompute_parts(text: str) -> tuple[str, int, tuple[str, ...]]:
     kind, _, rest = text.partition(":")
     if kind in ("none", "full") and not rest:
         return kind, 0, ()
+    if text.startswith(PREFIX):
+        Policy.parse(text)
+        return "keep", 0, ()
     if kind in ("every-k", "selective-layer"):
         if not rest.isdecimal() or int(rest) < 1:
             raise UserError(f"--recompute {text}: expected a number of blocks of 1 or more", f"Write for example {kind}:2")
         return kind, int(rest), ()
-    if kind in ("selective-op", "selective"):
+    if kind == SELECTIVE:
+        stated_limit(text)
+        return kind, 0, ()
+    if kind == "selective-op":
         return "selective-op", 0, tuple(rest.split("+")) if rest else ("matmul", "attention", "max")
     raise UserError(
         f"--recompute {text!r} is not known",
-        "Choose none, full, every-k:N, selective-layer:N or selective-op[:matmul+attention]",
+        "Choose none, full, every-k:N, selective-layer:N, selective-op[:matmul+attention] or selective[:GiB]",
     )

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from ...errors import UserError, did_you_mean
 from ...models import BuiltModel, ModelSpec, build
 from ...models.adapters import base_of
+from ..recompute.policy import ATTENTION, SELECTIVE, Op, Policy
 from .options import AUTOCAST_DTYPE, PARAM_DTYPE, TraceOptions, recompute_parts
 
 _MIN_BLOCKS = 2
@@ -25,7 +26,7 @@ _CHUNKS = 8  # of the sequence's tokens, for --loss chunked
 # Ops whose results selective recompute keeps, by the names that --recompute selective-op:... takes.
 _SAVED_OPS: dict[str, tuple[str, ...]] = {
     "matmul": ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten._grouped_mm"),
-    "attention": (
+    ATTENTION: (
         "memplan.attention",
         "aten._scaled_dot_product_flash_attention",
         "aten._scaled_dot_product_efficient_attention",
@@ -47,6 +48,8 @@ def ready(spec: ModelSpec, options: TraceOptions, *, real: bool = False) -> Buil
     built = build(spec, dtype=getattr(torch, PARAM_DTYPE[options.precision]), attention=attention)
     module, notes = built.module, list(built.notes)
     _freeze(module, options.frozen)
+    if options.blockwise:
+        notes.append(_train_one_block(module, options.blockwise))
     if options.adapter is not None:
         built, said = _adapted(built, spec, options, real)
         module, notes = built.module, notes + said
@@ -58,6 +61,13 @@ def ready(spec: ModelSpec, options: TraceOptions, *, real: bool = False) -> Buil
     kind, number, names = recompute_parts(options.recompute)
     if kind == "full":
         notes += _recompute_all(module, options.reentrant)
+    elif kind == SELECTIVE:
+        raise UserError(
+            f"--recompute {options.recompute}: it stands for a policy that is chosen first",
+            "`memplan fit ... --recompute selective` prints it: give that keep:... here",
+        )
+    elif kind == "keep":
+        notes += _recompute_by(module, Policy.parse(options.recompute), options.recompute)
     elif kind != "none":
         notes += _recompute_some(module, kind, number, names, options.reentrant)
     step, said = _loss_step(built, options.loss)
@@ -76,7 +86,7 @@ def _adapted(built: BuiltModel, spec: ModelSpec, options: TraceOptions, real: bo
     own, dtype = built.step, getattr(torch, param_dtype)
 
     def step(module: nn.Module, batch: Mapping[str, Any]) -> Tensor:
-        with torch.autocast("cuda" if real else "cpu", dtype=dtype):
+        with torch.autocast("cuda" if real else "cpu", dtype=dtype, cache_enabled=options.autocast_cache):
             return own(module, batch)
 
     how = f"the step runs under {param_dtype} autocast, as the Trainer runs it with {options.precision}=True"
@@ -94,6 +104,17 @@ def _freeze(module: nn.Module, prefixes: tuple[str, ...]) -> None:
             )
         for param in hit:
             param.requires_grad_(False)
+
+
+def _train_one_block(module: nn.Module, method: str) -> str:
+    """Freezes all parameters but those of the block whose step needs most; which one that is."""
+    from ..optimizers.methods import dearest_block
+
+    own = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    block, said = dearest_block(method, {name: p.numel() * p.element_size() for name, p in own.items()})
+    for name, param in own.items():
+        param.requires_grad_(name in block)
+    return said
 
 
 def configs(module: nn.Module) -> list[Any]:
@@ -178,6 +199,34 @@ def _recompute_some(module: nn.Module, kind: str, number: int, names: tuple[str,
     return [f"blocks of {path} are recomputed, but for the results of {', '.join(names)}"]
 
 
+def _recompute_by(module: nn.Module, policy: Policy, text: str) -> list[str]:
+    path, blocks = block_list(module)
+    if len(blocks) != len(policy.blocks):
+        raise UserError(
+            f"--recompute {text}: it speaks of {len(policy.blocks)} blocks, and {path} has {len(blocks)}",
+            "Say it for every block, or use --recompute selective",
+        )
+    parent: Any = module.get_submodule(path)
+    for number, (block, kept) in enumerate(zip(blocks, policy.blocks, strict=True)):
+        contexts = partial(_keeping_calls, kept) if kept else None
+        parent[number] = Recomputed([block], False, contexts, active=kept is not None)
+    return [f"activation checkpointing of {path}, non-reentrant: {policy.words}"]
+
+
+def _keeping_calls(kept: frozenset[Op]) -> Any:
+    """Contexts for one block: the calls of its ops are counted, in forward and again when it is recomputed."""
+    seen: tuple[dict[str, int], dict[str, int]] = ({}, {})
+
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        name = str(getattr(op, "_overloadpacket", op))
+        name = ATTENTION if name in _SAVED_OPS[ATTENTION] else name
+        calls = seen[context.is_recompute]
+        calls[name] = calls.get(name, -1) + 1
+        return CheckpointPolicy.MUST_SAVE if (name, calls[name]) in kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
 def _saved_ops(names: tuple[str, ...]) -> frozenset[str]:
     unknown = [n for n in names if n not in _SAVED_OPS and not n.startswith("aten.")]
     if unknown:
@@ -218,7 +267,7 @@ def _wrap(
     parent_path, _, name = path.rpartition(".")
     parent = module.get_submodule(parent_path)
     old: Any = module.get_submodule(path)
-    blocks = [Recomputed(g, reentrant, contexts) if r else g[0] for g, r in zip(groups, recomputed, strict=True)]
+    blocks = [Recomputed(g, reentrant, contexts, active=r) for g, r in zip(groups, recomputed, strict=True)]
     setattr(parent, name, nn.Sequential(*blocks) if isinstance(old, nn.Sequential) else nn.ModuleList(blocks))
     if len(groups) < len(old):  # models that loop by a number of layers loop over the groups now
         for config in configs(module):
@@ -227,10 +276,16 @@ def _wrap(
 
 
 class Recomputed(nn.Module):
-    """Blocks whose activations are dropped after forward and made again in backward."""
+    """Blocks whose activations are dropped after forward and made again in backward.
 
-    def __init__(self, blocks: list[nn.Module], reentrant: bool, contexts: Callable[[], Any] | None) -> None:
+    One that is not `active` runs as it is: what wraps the blocks of a model (FSDP's units) looks for a list of one class.
+    """
+
+    def __init__(
+        self, blocks: list[nn.Module], reentrant: bool, contexts: Callable[[], Any] | None, *, active: bool = True
+    ) -> None:
         super().__init__()
+        self.active = active
         self.blocks = nn.ModuleList(blocks)
         self.reentrant = reentrant
         self.contexts = contexts
@@ -243,6 +298,8 @@ class Recomputed(nn.Module):
             return getattr(blocks[0], name)
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not self.active:
+            return self._run(hidden, *args, **kwargs)
         more: dict[str, Any] = {"context_fn": self.contexts} if self.contexts is not None else {}
         run = partial(self._run, **kwargs)
         return checkpoint(run, hidden, *args, use_reentrant=self.reentrant, **more)

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import CannotTell, UserError
 from .. import cache
+from ..optimizers.methods import LAYERWISE
+from ..recompute.policy import PREFIX
 from ..strategies import prepared, traced_as
 from .family import Domain, NoFamily, TraceFamily, domains, find_family
 from .symbolic import Point
@@ -45,6 +47,8 @@ class TraceSource:
         options = trace_options(request, target)
         if self._exact:
             return self._trace(request.model, options)
+        if request.recompute.startswith(PREFIX):  # no shallow model stands for blocks that keep this and that
+            return self._point(request.model, options)
         base = replace(options, batch_size=0, seq_len=0)
         point = (request.micro_batch_size, request.seq_len)
         family = self._family_of(request.model, base, point)
@@ -175,9 +179,12 @@ def trace_options(request: Request, target: str = "cuda") -> TraceOptions:
         sdpa=SdpaClass.of(request.device.compute_capability),
         use_cache=request.use_cache,
         loss=request.loss,
-        autocast_cache=not (request.strategy == "fsdp1" and request.precision.endswith("-autocast")),
+        autocast_cache=not (
+            request.strategy == "fsdp1" and (request.precision.endswith("-autocast") or request.adapter_settings is not None)
+        ),
         target_len=request.target_len,
         image_size=request.image_size,
         frozen=request.frozen,
         adapter=request.adapter_settings,
+        blockwise=request.method if request.method in LAYERWISE else "",
     )

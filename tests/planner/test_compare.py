@@ -213,8 +213,8 @@ def test_what_a_library_refuses_is_impossible_and_what_has_no_model_is_not(found
     said = {(r.way.optimizer, r.way.released): (r.impossible, r.reason) for r in found.refused}
 
     assert set(said) == {("lomo", False), ("badam", False), ("badam", True), ("torchao-cpu-offload", True)}
-    assert said["lomo", False] == (True, "lomo steps inside backward only. It is the way with gradients released")
-    assert said["badam", False][0] is False
+    assert said["lomo", False] == (True, "--optimizer lomo: it steps inside backward only. Add --grad-release")
+    assert said["badam", False] == (True, "--optimizer badam: it trains one block of layers at a time. Use --method badam")
     assert "needs all gradients at once" in said["torchao-cpu-offload", True][1]
 
 
@@ -266,9 +266,26 @@ def test_the_table_has_a_line_for_each_way_and_each_reason_once(found):
 
     assert max(map(len, text.splitlines())) <= WIDTH
     assert sum(line.startswith("flash-adamw ") for line in text.splitlines()) == 2
-    assert text.count("badam trains one block") == 1
-    assert "badam (full, bf16); badam (full, bf16, released): " in text
-    assert text.index("Impossible") < text.index("Not modelled")
+    assert text.count("it trains one block of layers at a time") == 1
+    assert "badam (full, bf16; full, bf16, released): " in text
+    assert "Impossible" in text
+
+
+def test_methods_that_an_optimizer_is_meet_their_own_optimizers_only(traces):
+    found = compared(
+        "meta-llama/Llama-3.2-1B", "adamw,sgd,galore-adamw-8bit", traces, methods=("full", "galore", "badam", "lomo")
+    )
+    rows = {(r.way.base.method, r.way.optimizer, r.way.released) for r in found.rows}
+
+    assert {row for row in rows if row[0] == "galore"} == {
+        ("galore", name, released) for name in ("galore-adamw", "galore-adamw-8bit") for released in (False, True)
+    }
+    assert {row for row in rows if row[0] in ("badam", "lomo")} == {("badam", "badam", False), ("lomo", "lomo", True)}
+    badam = next(r for r in found.rows if r.way.base.method == "badam")
+    block = badam.prediction.num_trainable_params
+    assert (badam.kept.grad_bytes, badam.kept.state_bytes) == (2 * block, 12 * block)  # README of badam: 2M + 16M/D, 4 of them
+    # are fp32 gradients, which the step makes
+    assert badam.later_step_bytes >= 4 * block
 
 
 def test_a_reason_that_stops_every_optimizer_names_none(traces):

@@ -284,6 +284,7 @@ def test_only_the_states_of_host_and_paged_optimizers_are_elsewhere():
         expected = {
             "deepspeed-cpu-adam": {Tier.HOST_PAGEABLE},
             "grokadamw": {Tier.HOST_PAGEABLE},
+            "hift": {Tier.HOST_PAGEABLE},
             "torchao-cpu-offload": {Tier.HOST_PAGEABLE, Tier.HOST_PINNED},
         }.get(name, {Tier.GPU_MANAGED} if name.startswith("paged") else set())
         assert elsewhere == expected, name
