@@ -3,46 +3,61 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ...errors import UserError
-from . import accelerate_yaml, deepspeed_json, deepspeed_schema, fsdp_config, training_args
+from . import (
+    accelerate_yaml,
+    axolotl,
+    deepspeed_json,
+    deepspeed_schema,
+    fsdp_config,
+    llamafactory,
+    torchtune,
+    training_args,
+    trl,
+    zo_file,
+)
 from .imported import Imported
 from .text import Text, read_file
 
 _ACCELERATE_MARKS = ("distributed_type", "compute_environment")
 _DEEPSPEED_MARKS = ("zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu")
+_NAMED_MODEL = "model_name_or_path"
 
 
 def read_config(path: str | os.PathLike[str]) -> Imported:
-    """What the configuration file at `path` says, whichever of the four kinds it is.
+    """What the configuration file at `path` says, whichever of the kinds it is.
 
-    DeepSpeed's JSON, an accelerate YAML (or JSON), transformers' TrainingArguments or their `fsdp_config` alone.
-    Raises UserError for a file that is none of them, or that its own reader would refuse.
+    axolotl, LLaMA-Factory, TRL, torchtune; DeepSpeed's JSON, an accelerate YAML (or JSON), transformers' TrainingArguments or
+    their `fsdp_config` alone.  Raises UserError for a file that is none of them, or that its own reader would refuse.
     """
     text = read_file(path)
     kind = kind_of(text.data)
-    if kind == "accelerate":
-        return accelerate_yaml.read(text.data, text.source)
-    if kind == "training-arguments":
-        return training_args.read(text.data, text.source)
-    if kind == "fsdp":
-        return _fsdp(text)
-    if kind == "deepspeed":
-        return deepspeed_json.read(text.data, text.source, plain=text.plain)
-    raise UserError(
-        f"{text.source}: is no configuration that memplan knows",
-        "Expected a ds_config.json, an accelerate YAML, TrainingArguments or an fsdp_config as JSON or YAML",
-    )
+    if kind is None:
+        raise UserError(
+            f"{text.source}: is no configuration that memplan knows",
+            "Expected one of axolotl, LLaMA-Factory, TRL or torchtune, a ds_config.json, an accelerate YAML, TrainingArguments "
+            "or an fsdp_config, as JSON or YAML",
+        )
+    return _READERS[kind](text)
 
 
 def kind_of(data: Mapping[str, Any]) -> str | None:
-    """accelerate | training-arguments | fsdp | deepspeed; None where nothing is recognised."""
+    """axolotl | llamafactory | trl | torchtune | accelerate | training-arguments | fsdp | deepspeed; None: not recognised."""
     if any(mark in data for mark in _ACCELERATE_MARKS):
         return "accelerate"
+    if zo_file.MARK in data or zo_file.ZO2_MARK in data:
+        return "zeroth-order"
+    if torchtune.is_torchtune(data):
+        return "torchtune"
+    if any(mark in data for mark in axolotl.MARKS):
+        return "axolotl"
     if any(mark in data for mark in _DEEPSPEED_MARKS):
         return "deepspeed"
+    if any(mark in data for mark in llamafactory.MARKS_OF_V1):
+        return "llamafactory"
     scores = {
         "training-arguments": sum(key in training_args.KNOWN for key in data),
         "fsdp": sum(key.removeprefix("fsdp_") in fsdp_config.KEYS for key in data if isinstance(key, str)),
@@ -52,6 +67,11 @@ def kind_of(data: Mapping[str, Any]) -> str | None:
         if name in data:
             scores["deepspeed" if not isinstance(data[name], Mapping) else "training-arguments"] -= 1
     best = max(scores, key=lambda kind: scores[kind])
+    marks = {
+        name: sum(mark in data for mark in module.MARKS) for name, module in (("llamafactory", llamafactory), ("trl", trl))
+    }
+    if _NAMED_MODEL in data or (max(marks.values()) > 1 and best != "deepspeed"):
+        return "llamafactory" if marks["llamafactory"] and marks["llamafactory"] >= marks["trl"] else "trl"
     return best if scores[best] > 0 else None
 
 
@@ -59,3 +79,16 @@ def _fsdp(text: Text) -> Imported:
     settings, notes = fsdp_config.from_trainer(True, text.data, text.source)
     notes.append("fsdp_config alone says nothing of mixed precision: --precision does")
     return accelerate_yaml.fsdp_question(settings, "", text.source, "", "fsdp", notes, [])
+
+
+_READERS: dict[str, Callable[[Text], Imported]] = {
+    "zeroth-order": lambda text: zo_file.imported(text.data, text.source),
+    "axolotl": axolotl.read,
+    "llamafactory": llamafactory.read,
+    "trl": trl.read,
+    "torchtune": torchtune.read,
+    "accelerate": lambda text: accelerate_yaml.read(text.data, text.source),
+    "training-arguments": lambda text: training_args.read(text.data, text.source, text),
+    "fsdp": _fsdp,
+    "deepspeed": lambda text: deepspeed_json.read(text.data, text.source, plain=text.plain),
+}

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from ...errors import CannotTell, UserError
+from .keys import NOT_UNDERSTOOD
 from .text import shown
 
 if TYPE_CHECKING:
     from ..strategies.fsdp_settings import FsdpSettings
 
-Kind = Literal["deepspeed", "accelerate", "fsdp", "training-arguments"]
+Kind = Literal["deepspeed", "accelerate", "fsdp", "training-arguments", "axolotl", "llamafactory", "trl", "torchtune", "zeroth-order"]
 AUTO = "auto"
+# Files of a trainer that launches DDP by itself where several GPUs are there and no engine is named.
+_TRAINERS = ("training-arguments", "axolotl", "llamafactory", "trl")
+# What the configuration of an engine is about: an option that says otherwise asks for another engine.
+_OF_THE_ENGINE = ("strategy", "precision", "offload")
 
 # Option of `make_request` -> how it is typed.  For messages.
 _FLAGS = {
@@ -66,6 +71,15 @@ class Imported:
     """Of those, the ones that are "auto" and follow the model's hidden size."""
     batches: Batches | None = None
     fsdp: FsdpSettings | None = None
+    model: Said | None = None
+    """The reference of the model that the file names."""
+    adapter: Mapping[str, Said] = field(default_factory=dict)
+    """Field of `AdapterSettings` -> what the file states."""
+
+
+    def without(self, option: str) -> Imported:
+        """The same without what the file states about an option."""
+        return replace(self, said={name: value for name, value in self.said.items() if name != option})
 
 
 def flag(option: str) -> str:
@@ -76,26 +90,35 @@ def flag(option: str) -> str:
 def apply(imported: Imported, options: Mapping[str, Any], config: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """The options of `make_request` that the file and the explicit `options` make together.
 
-    `options`: as for `make_request`; None, False and () mean that nothing was said.  `config`: the model's config.json, for
-    what follows its hidden size.  The file's settings come as `deepspeed` (a DeepSpeedSettings) and `fsdp` (an FsdpSettings),
-    what was taken for granted as `notes` (a list of sentences).
+    `options`: as for `make_request`; None, False and () mean that nothing was said.  `adapter` may be a mapping: the fields of
+    AdapterSettings that were said.  `config`: the model's config.json, for what follows its hidden size.  The file's settings
+    come as `deepspeed` (a DeepSpeedSettings) and `fsdp` (an FsdpSettings), what was taken for granted as `notes` (sentences).
 
-    Raises UserError where file and options disagree, naming both; CannotTell for what is not modelled, naming the key.
+    An explicit option goes before the file, and that is a note; only what an engine's own configuration decides does not.
+    Raises UserError where those two disagree, naming both; CannotTell for what is not modelled, naming the key.
     """
     if imported.unmodelled:
-        raise CannotTell(imported.unmodelled[0])
-    given = {k: v for k, v in options.items() if v is not None and v is not False and v != ()}
-    for option, said in imported.said.items():
-        if option in given and given[option] != said.value:
-            raise _conflict(option, given[option], said, imported.source)
-    for (option, value), key in imported.denied.items():
-        if given.get(option) == value:
-            raise _conflict(option, value, Said(False, key), imported.source)
+        raise CannotTell("; ".join(imported.unmodelled))
+    given = {k: v for k, v in options.items() if v is not None and v is not False and v != () and v != {}}
+    engine = imported.deepspeed is not None or imported.fsdp is not None
+    notes = []
     made = dict(options)
-    for option, said in (*imported.taken.items(), *imported.said.items()):
+    for option, said in imported.said.items():
         if option not in given:
             made[option] = said.value
-    notes = list(imported.notes)
+        elif given[option] != said.value:
+            if engine and option in _OF_THE_ENGINE:
+                raise _conflict(option, given[option], said, imported.source)
+            notes.append(f"{_option(option, given[option])} is taken, not {said.key} {shown(said.value)} of the file")
+    for (option, value), key in imported.denied.items():
+        if given.get(option) == value:
+            if engine:
+                raise _conflict(option, value, Said(False, key), imported.source)
+            notes.append(f"{_option(option, value)} is taken, not {key} of the file")
+    for option, said in imported.taken.items():
+        if option not in given and option not in imported.said:
+            made[option] = said.value
+    notes += imported.notes
     notes += [f"{s.key}: {_option(o, s.value)} is assumed" for o, s in imported.taken.items() if o not in given]
     if imported.batches is not None:
         _batches(imported, given, made, notes)
@@ -104,11 +127,66 @@ def apply(imported: Imported, options: Mapping[str, Any], config: Mapping[str, A
         _must_divide(imported.source, int(made.get("gpus") or 1), settings.zero_hpz_partition_size)
     if imported.fsdp is not None:
         made["fsdp"] = _fsdp(imported.fsdp, made.get("precision"))
-    if imported.kind == "training-arguments" and made.get("strategy") is None:
+    if imported.kind in _TRAINERS and made.get("strategy") is None:
         made["strategy"] = "ddp" if (made.get("gpus") or 1) > 1 else "single"
         notes.append(f"neither deepspeed nor fsdp is there: --strategy {made['strategy']}")
-    made["notes"] = [f"{imported.source}: {note}" for note in notes]
+    if imported.kind == "torchtune" and made.get("strategy") is None:
+        _torchtune_strategy(made, notes)
+    made["adapter"] = _adapter(imported, given, made.get("method"), notes)
+    notes.sort(key=lambda note: not note.startswith(NOT_UNDERSTOOD))  # stable: these first
+    made["notes"] = [f"{imported.source}: {note}" for note in dict.fromkeys(notes)]
     return made
+
+
+def _torchtune_strategy(made: dict[str, Any], notes: list[str]) -> None:
+    """Which recipe runs a file is said on torchtune's command line, not in the file."""
+    from ..strategies.fsdp_settings import FsdpSettings
+
+    several = (made.get("gpus") or 1) > 1
+    made["strategy"] = "fsdp2" if several else "single"
+    if several:
+        made["fsdp"] = FsdpSettings(version=2)
+    recipe = "a distributed recipe (fully_shard)" if several else "a recipe for a single device"
+    notes.append(f"--strategy {made['strategy']}: {recipe} is assumed; torchtune names it on its command line")
+
+
+def _adapter(imported: Imported, given: Mapping[str, Any], method: str | None, notes: list[str]) -> Any:
+    """The AdapterSettings of file and options together; None where nothing is said of them."""
+    from ...models.adapters import ADAPTER_METHODS, AdapterSettings
+
+    explicit = given.get("adapter")
+    if isinstance(explicit, AdapterSettings):
+        return explicit
+    said = dict(imported.adapter)
+    if "method" in given and said:
+        if given["method"] not in ADAPTER_METHODS:
+            notes.append(f"{', '.join(dict.fromkeys(s.key for s in said.values()))}: without effect under --method {given['method']}")
+            said = {}
+        elif given["method"] != imported.said["method"].value:  # --method lora on a file of QLoRA: on a 16-bit base
+            said = {name: value for name, value in said.items() if name not in ("base_quant", "upcast")}
+    fields = {name: value.value for name, value in said.items()}
+    for name, value in (explicit or {}).items():
+        if name in said and said[name].value != value:
+            notes.append(f"{_adapter_option(name, value)} is taken, not {said[name].key} {shown(said[name].value)} of the file")
+        fields[name] = value
+    if not fields:
+        return None
+    if method not in ADAPTER_METHODS:
+        raise UserError(f"{_adapter_option(*next(iter(fields.items())))} belongs to adapters", "Use --method lora")
+    settings = AdapterSettings.of(str(method), **fields)
+    settings.check()
+    return settings
+
+
+_ADAPTER_OPTIONS = {
+    "modules_to_save": "--modules-to-save", "virtual_tokens": "--virtual-tokens", "base_quant": "--base-quant",
+    "upcast": "--no-upcast", "adapter_dtype": "--adapter-16bit", "autocast": "--no-autocast",
+}  # fmt: skip
+
+
+def _adapter_option(name: str, value: Any) -> str:
+    option = _ADAPTER_OPTIONS.get(name, f"--lora-{name}")
+    return option if option.startswith(("--no-", "--adapter")) else f"{option} {','.join(value) if isinstance(value, tuple) else value}"
 
 
 def _conflict(option: str, value: Any, said: Said, source: str) -> UserError:
@@ -192,9 +270,12 @@ def _batches(imported: Imported, given: Mapping[str, Any], made: dict[str, Any],
     sizes = imported.batches or Batches()
     world = int(made.get("gpus") or 1)
     where = imported.source
-    micro = _explicit(sizes.micro, given.get("micro_batch_size"))
-    steps = _explicit(sizes.steps, given.get("grad_accum_steps"))
+    asked = given.get("micro_batch_size"), given.get("grad_accum_steps")
+    micro = _explicit(sizes.micro, asked[0])
+    steps = _explicit(sizes.steps, asked[1])
     train = sizes.train if isinstance(sizes.train, int) else None
+    if train is not None and any(asked) and not all(asked):  # the samples of a step stay; what was not asked for follows
+        micro, steps = asked
     if sizes.micro == AUTO and micro is None and train is None and imported.kind != "accelerate":  # there: the data loader's
         micro = _TRAINER_MICRO_BATCH
         notes.append(
@@ -219,7 +300,9 @@ def _batches(imported: Imported, given: Mapping[str, Any], made: dict[str, Any],
 
 
 def _explicit(of_file: int | Literal["auto"] | None, of_option: int | None) -> int | None:
-    return of_file if isinstance(of_file, int) else of_option
+    if of_option is not None:
+        return of_option
+    return of_file if isinstance(of_file, int) else None
 
 
 def _split(train: int, micro: int | None, steps: int | None, world: int, where: str) -> tuple[int, int]:

@@ -12,7 +12,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +29,23 @@ class Text:
     source: str
     data: Mapping[str, Any]
     plain: bool = True
+    lines: Mapping[tuple[str, ...], int] = field(default_factory=dict)
+    """Path of a key -> its line, from 1; empty where it is not known."""
 
 
-def read_file(path: str | os.PathLike[str]) -> Text:
-    """The mapping in the file.  Raises UserError for what is no file, no text, or not JSON or YAML (with line and column)."""
+def read_file(path: str | os.PathLike[str], named_by: str = "") -> Text:
+    """The mapping in the file; `named_by`: the file that names this one.  Raises UserError for what is no file, no text, or not JSON or YAML (with line and column)."""
     source = str(path)
     place = Path(path).expanduser()
+    if not place.exists() and named_by:
+        raise UserError(
+            f"{named_by}: names {source}, and there is no such file",
+            "It was looked for here and from the folder of that file upwards: correct the path",
+        )
     if not place.exists():
-        raise UserError(f"{source}: no such file", "Name a ds_config.json, an accelerate YAML, or TrainingArguments as JSON")
+        raise UserError(
+            f"{source}: no such file", "Name a configuration file: axolotl.yml, llamafactory.yaml, ds_config.json ..."
+        )
     if not place.is_file():
         raise UserError(f"{source}: is not a file", "Name the configuration file itself")
     try:
@@ -48,7 +57,7 @@ def read_file(path: str | os.PathLike[str]) -> Text:
     except UnicodeDecodeError as error:
         raise UserError(f"{source}: is not text (byte {error.start} is not UTF-8)", "Name a JSON or YAML file") from error
     try:
-        return Text(source, _yaml(text, source)) if place.suffix.lower() in _YAML_NAMES else parse_json(text, source)
+        return parse_yaml(text, source) if place.suffix.lower() in _YAML_NAMES else parse_json(text, source)
     except RecursionError:
         raise UserError(f"{source}: is nested too deeply to be a configuration", "Name another file") from None
 
@@ -146,17 +155,47 @@ def _hjson(text: str, source: str) -> Any | None:
         return None
 
 
-def _yaml(text: str, source: str) -> Mapping[str, Any]:
+def parse_yaml(text: str, source: str) -> Text:
+    """YAML as a mapping, with the line of each key.  Raises UserError for a key that is there twice, which YAML forbids."""
     yaml = importlib.import_module("yaml")  # a dependency of transformers; it ships no types
+    lines: dict[tuple[str, ...], int] = {}
+    loader = None
     try:
-        data = yaml.safe_load(text)
+        loader = yaml.SafeLoader(text)
+        node = loader.get_single_node()
+        _walk(node, (), lines, source, set())
+        data = None if node is None else loader.construct_document(node)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
         raise UserError(f"{source}: {where}{error.problem or 'is not YAML'}", "Correct the YAML there") from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # the second: a date that is none
         raise UserError(f"{source}: is not YAML: {error}", "Correct it") from error
-    return _object(data, source)
+    finally:
+        if loader is not None:
+            loader.dispose()
+    return Text(source, _object(data, source), lines=lines)
+
+
+def _walk(node: Any, path: tuple[str, ...], lines: dict[tuple[str, ...], int], source: str, seen: set[int]) -> None:
+    """Fills `lines` from the tree that YAML is parsed into.  An alias is the node that it names: looked at once."""
+    if node is None or id(node) in seen or node.id == "scalar":
+        return
+    seen.add(id(node))
+    if node.id == "sequence":
+        for item in node.value:
+            _walk(item, path, lines, source, seen)
+        return
+    here: dict[str, int] = {}
+    for key, value in node.value:
+        if key.id != "scalar":
+            continue
+        name, line = str(key.value), key.start_mark.line + 1
+        if name in here and name != "<<":
+            raise UserError(f"{source}: the key {name!r} is there twice, in lines {here[name]} and {line}", "Keep one of them")
+        here[name] = line
+        lines.setdefault((*path, name), line)
+        _walk(value, (*path, name), lines, source, seen)
 
 
 def _object(data: Any, source: str) -> Mapping[str, Any]:
@@ -167,20 +206,27 @@ def _object(data: Any, source: str) -> Mapping[str, Any]:
     return dict(data)
 
 
-def _must_be_words(data: Any, source: str) -> None:
-    """YAML also takes numbers, dates and truths as keys; no engine has such ones."""
-    for inner in data.values() if isinstance(data, Mapping) else data if isinstance(data, list) else ():
-        _must_be_words(inner, source)
+def _must_be_words(data: Any, source: str, seen: set[int] | None = None) -> None:
+    """YAML also takes numbers, dates and truths as keys; no engine has such ones.  What aliases share is looked at once."""
+    seen = set() if seen is None else seen
+    if id(data) in seen or not isinstance(data, Mapping | list):
+        return
+    seen.add(id(data))
+    for inner in data.values() if isinstance(data, Mapping) else data:
+        _must_be_words(inner, source, seen)
     for key in data if isinstance(data, Mapping) else ():
         if not isinstance(key, str):
             raise UserError(f"{source}: the key {key!r} is a {type(key).__name__}, expected a word", "Write it in quotes")
 
 
 def beside(path: str, source: str) -> Path:
-    """A path that the file `source` names: from where memplan runs, as the engines look, else from that file's folder."""
+    """A path that the file `source` names: from where memplan runs, as the engines look, else from that file's folder or one
+    above it (examples name paths from the root of their repository)."""
     place = Path(path).expanduser()
-    other = Path(source).expanduser().parent / place
-    return other if not place.exists() and other.exists() else place
+    if place.exists():
+        return place
+    folder = Path(source).expanduser().resolve().parent
+    return next((other / place for other in (folder, *folder.parents) if (other / place).is_file()), place)
 
 
 def shown(value: Any) -> str:

@@ -275,6 +275,31 @@ class _Watch(TorchDispatchMode):
         return out
 
 
+class NoRecorder:
+    """For runs that train and measure nothing."""
+
+    counter: Literal["live", "allocated"] = "live"
+
+    def __init__(self) -> None:
+        self.phases: list[Phase] = []
+        self.events: list[Event] = []
+
+    def thread(self) -> AbstractContextManager[Any]:
+        return contextlib.nullcontext()
+
+    def tier(self, tier: Tier) -> AbstractContextManager[Any]:
+        return contextlib.nullcontext()
+
+    def begin_step(self, step: int) -> None:
+        pass
+
+    def mark(self, kind: str, unit: str = "") -> None:
+        pass
+
+    def adopt(self, module: nn.Module) -> None:
+        pass
+
+
 class CudaRecorder:
     """Reads torch's counters of the current GPU at every mark; they follow the host's order, so nothing is waited for."""
 

@@ -22,7 +22,7 @@ from ....planner.trace.prepare import ready
 from ...loop import _no_garbage_collection, _to_device
 from .blocks import Unit, find_units
 from .distzo2 import DistZo2, Layout, combine
-from .measure import BOOKKEEPING, CudaRecorder, RankMeasurement, StorageRecorder, ZoMeasurement
+from .measure import BOOKKEEPING, CudaRecorder, RankMeasurement, Recorder, StorageRecorder, ZoMeasurement
 from .mezo import Mezo
 from .perturb import BOTH, Step
 from .transfer import Bucket, Dtypes, Place, Sliced, TensorByTensor, Transfer
@@ -30,6 +30,8 @@ from .zo2 import Zo2
 
 if TYPE_CHECKING:
     from ....models import ModelSpec
+    from ....models.adapters import AdapterSettings
+    from ....planner.strategies.zo_settings import ZoSettings
 
 _PROBE_TOKENS = 8  # of the forward pass that finds the order of the units
 _PRECISIONS = ("fp32", "bf16", "fp16", "bf16-autocast", "fp16-autocast")
@@ -65,13 +67,15 @@ class ZoRun:
     seed: int = 0
     """Of the weights; step k draws z from seed + 1 + k."""
     attention: Literal["sdpa", "eager"] = "sdpa"
-    loss: Literal["model", "plain"] = "model"
+    loss: Literal["model", "plain", "shifted", "chunked"] = "model"
     use_cache: bool = False
     """The forward pass builds a key-value cache (config.use_cache), for mezo only."""
     rebind: bool = False
     """Changes make new tensors, as princeton-nlp/MeZO does; for mezo only."""
     frozen: tuple[str, ...] = ()
     """Prefixes of names of parameters that do not train."""
+    adapter: AdapterSettings | None = None
+    """Its parameters alone train."""
     evaluate: bool = False
     """An evaluation follows the last step."""
     keep_parameters: bool = False
@@ -81,6 +85,22 @@ class ZoRun:
     @property
     def world_size(self) -> int:
         return self.layout.world_size if self.method == "distzo2" else 1
+
+    @classmethod
+    def asked(cls, model: ModelSpec, method: str, zo: ZoSettings, **same: Any) -> ZoRun:
+        """The run that the planner's words ask for; `same`: fields of this class."""
+        count = zo.offloading_blocks
+        return cls(
+            model=model,
+            method=method,  # type: ignore[arg-type]
+            layout=Layout(pert_size=zo.zo_pert, data_size=zo.zo_data, sliced=zo.zo_slice),
+            transfer_dtype=zo.host_dtype("float32") if zo.amp else None,  # type: ignore[arg-type]
+            communication="bucket" if zo.bucket else "tensor",
+            offloaded_blocks=None if count == "all" else tuple(range(count)),
+            overlap=zo.overlap,
+            use_cache=method == "mezo" and zo.use_cache,
+            **same,
+        )
 
     def learning_rate(self, step: int) -> float:
         return self.lr[step] if isinstance(self.lr, tuple) else self.lr
@@ -171,18 +191,19 @@ def run_rank(run: ZoRun, rank: int) -> RankMeasurement:
     gc.collect()
     gc.freeze()  # the collections between steps look at what the run makes, not at all modules of this process
     try:
-        return _Rank(run, rank).measure()
+        return Rank(run, rank).measure()
     finally:
         gc.unfreeze()
         torch.set_num_threads(before)
 
 
-class _Rank:
+class Rank:
     """One rank of a run: model, engine, batch."""
 
-    def __init__(self, run: ZoRun, rank: int) -> None:
+    def __init__(self, run: ZoRun, rank: int, recorder: Recorder | None = None, *, gpu: int | None = None) -> None:
+        """`recorder`: None measures.  `gpu`: its number on this machine; None: the rank's."""
         self.run, self.rank = run, rank
-        self.device = torch.device("cuda", rank) if run.device == "cuda" else torch.device("cpu")
+        self.device = torch.device("cuda", rank if gpu is None else gpu) if run.device == "cuda" else torch.device("cpu")
         if run.device == "cuda":
             torch.cuda.set_device(self.device)  # streams and counters are those of the current device
         torch.manual_seed(run.seed)
@@ -198,22 +219,22 @@ class _Rank:
                 loss=run.loss,
                 target="cpu",
                 frozen=run.frozen,
+                adapter=run.adapter,
             ),
         )
-        self.recorder = CudaRecorder() if run.device == "cuda" else StorageRecorder()
+        self.recorder = recorder or (CudaRecorder() if run.device == "cuda" else StorageRecorder())
         self.losses: list[tuple[float, float]] = []
         self.grads: list[float] = []
 
     def measure(self) -> RankMeasurement:
         run, module = self.run, self.built.module
-        probe = self.built.make_batch(1, min(_PROBE_TOKENS, run.seq_len))
-        units = find_units(module, lambda: self.built.step(module, probe))
+        units = self.units()
         self.recorder.adopt(module)
         with self.recorder.thread():
             with self.recorder.tier(BOOKKEEPING):
                 whole = self.built.make_batch(run.micro_batch_size * run.layout.data_size, run.seq_len)
-                host_batch = _part(whole, run.layout.data(self.rank), run.layout.data_size)
-            engine = self._engine(units)
+                host_batch = self.part(whole)
+            engine = self.engine(units)
             try:
                 eval_loss = self._steps(engine, host_batch)
             finally:
@@ -234,6 +255,14 @@ class _Rank:
             digest=digest_of(parameters),
             parameters=parameters if run.keep_parameters else {},
         )
+
+    def units(self) -> tuple[Unit, ...]:
+        probe = self.built.make_batch(1, min(_PROBE_TOKENS, self.run.seq_len))
+        return find_units(self.built.module, lambda: self.built.step(self.built.module, probe))
+
+    def part(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """This rank's rows of the global batch."""
+        return _part(batch, self.run.layout.data(self.rank), self.run.layout.data_size)
 
     def _steps(self, engine: Mezo | Zo2 | DistZo2, host_batch: Mapping[str, Any]) -> float | None:
         run, module = self.run, self.built.module
@@ -259,7 +288,8 @@ class _Rank:
             self.recorder.begin_step(run.steps)
         return eval_loss
 
-    def _engine(self, units: Sequence[Unit]) -> Mezo | Zo2 | DistZo2:
+    def engine(self, units: Sequence[Unit]) -> Mezo | Zo2 | DistZo2:
+        """The method's runtime around the model."""
         run, module = self.run, self.built.module
         place = Place(self.device, self.recorder, run.overlap)
         if run.method == "mezo":

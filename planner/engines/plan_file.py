@@ -1,0 +1,150 @@
+"""What a folder holds: its texts, how it is started, and plan.json, which says what was asked, predicted and written."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...errors import UserError
+
+if TYPE_CHECKING:
+    from ..prediction import Prediction
+    from ..request import Request
+
+PLAN, README = "plan.json", "README.md"
+KIND = "memplan fit"
+FORMAT = 1  # of a question's plan.json; a reader takes its own and older ones
+
+
+@dataclass(frozen=True)
+class Files:
+    """Names and texts, what the files cannot say, and how the program among them is started."""
+
+    texts: dict[str, str]
+    notes: tuple[str, ...] = ()
+    launch: tuple[str, ...] = field(default=())
+    """Words of the command, to be run inside the folder; () where no program is among the files."""
+
+
+def launcher(request: Request) -> tuple[str, ...]:
+    """What is put before `train.py`: one process a GPU."""
+    if request.gpus == 1 and not request.strategy.startswith(("zero", "fsdp", "hsdp", "ddp")):
+        return ("python",)
+    nodes = ("--nnodes", str(request.nodes)) if request.nodes > 1 else ("--standalone",)
+    return ("torchrun", *nodes, "--nproc-per-node", str(request.gpus // request.nodes))
+
+
+def hashes(texts: Mapping[str, str]) -> dict[str, str]:
+    """{name: SHA-256 of the text, in hex}."""
+    return {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
+
+
+def plan_text(request: Request, prediction: Prediction | None, files: Files) -> str:
+    """plan.json of one question."""
+    from ...version import __version__
+
+    data = {
+        "kind": KIND,
+        "format": FORMAT,
+        "memplan": __version__,
+        "base": request.as_data(),
+        "predicted": None if prediction is None else prediction.to_json(),
+        "launch": list(files.launch),
+        "files": hashes(files.texts),
+    }
+    return json.dumps(data, indent=2, default=str) + "\n"
+
+
+def readme(title: str, folder: str, files: Files, size: str) -> str:
+    """README.md: five lines.  `size`: batch and optimizer in words."""
+    program = f"`{shlex.join(('cd', folder))} && {shlex.join(files.launch)}`" if files.launch else "your own program"
+    more = " (--steps N, --random-weights, --data FILE)" if files.launch else ""
+    lines = [
+        f"# {title}",
+        f"Start: {program}{more}.",
+        size,
+        f"Check: `memplan validate --plan {shlex.quote(f'{folder}/{PLAN}')}`; {PLAN} holds every figure.",
+        f"To do: {'; '.join(files.notes) if files.notes else 'nothing; the files say it all'}.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanFile:
+    """A plan.json, read: of a question or of a search."""
+
+    source: str
+    request: Request
+    predicted: Mapping[str, Any] | None
+    launch: tuple[str, ...]
+    files: Mapping[str, str]
+    """{name: SHA-256}."""
+
+    def changed(self) -> list[str]:
+        """Names of the files beside plan.json that are missing, or not as they were written."""
+        folder = Path(self.source).parent
+        found = []
+        for name, digest in self.files.items():
+            try:
+                same = hashlib.sha256((folder / name).read_bytes()).hexdigest() == digest
+            except OSError:
+                same = False
+            if not same:
+                found.append(name)
+        return found
+
+
+def read_written(path: str | os.PathLike[str]) -> PlanFile:
+    """A plan.json, or the one in a folder, of `memplan fit --write` or `memplan plan --write`.
+
+    Raises UserError for another kind of file, a newer format, and what cannot be read.
+    """
+    place = Path(path)
+    if place.is_dir():
+        place = place / PLAN
+    try:
+        data = json.loads(place.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"cannot read {str(place)!r}: {error.strerror}", "Name a plan.json") from error
+    except ValueError as error:
+        raise UserError(f"{place}: is not JSON: {error}", "Name a plan.json") from error
+    return written_of(data, str(place))
+
+
+def written_of(data: Any, source: str) -> PlanFile:
+    """The same from JSON data; `source`: where it was read."""
+    from ..question import request_of
+
+    if isinstance(data, Mapping) and data.get("kind") != KIND:
+        from ..search.api import request_of_plan
+        from ..search.plan import Plan
+
+        plan = Plan.from_json(data, source)
+        request = request_of_plan(plan, source=source)
+        return PlanFile(source=source, request=request, predicted=plan.predicted, launch=plan.launch, files=plan.files or {})
+    if not isinstance(data, Mapping):
+        raise UserError(f"{source}: is no plan of memplan", "Name a plan.json that `memplan fit --write` has made")
+    made = data.get("format")
+    if not isinstance(made, int) or isinstance(made, bool) or made < 1:
+        raise UserError(f"{source}: format {made!r}: expected a number", "Write the folder again with `memplan fit --write`")
+    if made > FORMAT:
+        raise UserError(
+            f"{source}: format {made} was written by a newer memplan ({data.get('memplan')}); this one reads {FORMAT}",
+            "Upgrade memplan, or write the folder again",
+        )
+    for key, kind in (("base", Mapping), ("launch", list), ("files", Mapping)):
+        if not isinstance(data.get(key), kind):
+            raise UserError(f"{source}: {key} is missing or wrong", "Write the folder again with `memplan fit --write`")
+    return PlanFile(
+        source=source,
+        request=request_of(data["base"], source),
+        predicted=data.get("predicted"),
+        launch=tuple(map(str, data["launch"])),
+        files=dict(data["files"]),
+    )
