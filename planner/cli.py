@@ -8,7 +8,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UserError
-from . import allocator_cli, explain_cli
+from . import allocator_cli, explain_cli, inverse_cli
 from .compare import cli as compare_cli
 from .optimizers import cli as optimizers_cli
 from .options import add_hardware_options, add_model_options, add_run_options, request_from, settle_model
@@ -39,8 +39,11 @@ def add_commands(commands: Any) -> None:
         "--no-advice", action="store_true", help="leave out what still fits and what would make it fit (faster)"
     )
     answer.add_argument("--strict", action="store_true", help="a tight fit is a failure: exit code 1")
+    inverse_cli.add_options(answer)
     answer.add_argument("--write", metavar="DIR", help="write the files that run it: ds_config.json, accelerate.yaml ...")
     answer.add_argument("--force", action="store_true", help="with --write: into a folder that is there already")
+    stacks = "with --write: trainer, transformers' Trainer (where it can), or loop, a plain loop of torch or DeepSpeed"
+    answer.add_argument("--stack", metavar="S", default="auto", help=stacks)
     show_cli.add_options(answer)
     answer.add_argument("--json", action="store_true", help="print JSON; sizes in bytes")
     fit.set_defaults(run=run_fit)
@@ -77,10 +80,13 @@ def run_fit(args: argparse.Namespace) -> int:
     from ..version import __version__
     from .progress import progress
 
+    if inverse_cli.is_asked(args):
+        return inverse_cli.run(args)
     if args.write:  # said before the work, not after it
-        from .engines.write import check_folder
+        from .engines.write import check_folder, check_stack
 
         check_folder(args.write, force=args.force)
+        check_stack(args.stack)
     show_cli.check_options(args)
     settle_model(args)
     with progress(f"recording one step of {args.model}", enabled=not args.json) as say:
@@ -95,7 +101,7 @@ def run_fit(args: argparse.Namespace) -> int:
     except BrokenPipeError:  # `memplan fit ... | head -1`: the exit code still is the answer
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if args.write and prediction.verdict != "unknown":
-        _write(args.write, request, prediction, force=args.force)
+        _write(args.write, request, prediction, force=args.force, stack=args.stack)
     if (args.html or args.figure) and prediction.verdict != "unknown":
         from .trace.source import TraceSource
 
@@ -104,10 +110,10 @@ def run_fit(args: argparse.Namespace) -> int:
     return prediction.verdict.exit_code(args.strict)
 
 
-def _write(folder: str, request: Request, prediction: Prediction, *, force: bool) -> None:
+def _write(folder: str, request: Request, prediction: Prediction, *, force: bool, stack: str) -> None:
     from .engines.write import write_folder
 
-    files = write_folder(request, folder, force=force, prediction=prediction)
+    files = write_folder(request, folder, force=force, prediction=prediction, stack=stack)
     print(f"wrote {folder}: {', '.join(files.texts)}", file=sys.stderr)
     for note in files.notes:
         print(f"note: {note}", file=sys.stderr)

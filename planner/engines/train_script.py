@@ -22,32 +22,62 @@ class Program:
     """run.json says PYTORCH_ALLOC_CONF."""
     adapter: bool = False
     """A peft configuration lies beside it."""
-    deepspeed: bool = False
     quantised: bool = False
     """A bitsandbytes configuration lies beside it."""
     optimizer: bool = False
     """run.json names the optimizer's class."""
+    deepspeed: bool = False
+    # of a plain loop
+    ddp: bool = False
+    fsdp2: bool = False
+    release: bool = False
+    autocast: bool = False
+    clips: bool = False
+    recompute_all: bool = False
+    """As the model does it itself."""
+    recompute_some: bool = False
+    """Some blocks, or all but some ops."""
+
+    @property
+    def distributed(self) -> bool:
+        return self.ddp or self.fsdp2
+
+    @property
+    def blocks(self) -> bool:
+        """It looks for the model's blocks."""
+        return self.fsdp2 or self.recompute_some
 
 
 def text_of(program: Program) -> str:
     """train.py, whole."""
-    body = _trainer(program)
-    parts = [_head(program), _OPTIONS, _model(program), _SAMPLES, _FILE, body]
-    return "\n\n".join(part.strip("\n") + "\n" for part in parts)
+    body = _trainer(program) if program.trainer else _loop(program)
+    parts = [_head(program), _OPTIONS, _model(program), _SAMPLES, _FILE, *([_OPTIMIZER] if program.optimizer else [])]
+    parts += [*([_DEEPSPEED] if program.deepspeed else []), *([_BLOCKS] if program.blocks else [])]
+    parts += [*([_RECOMPUTE] if program.recompute_some else []), *([_SHARD] if program.fsdp2 else []), body]
+    return "\n\n\n".join(part.strip("\n") for part in [*parts, _START]) + "\n"
 
 
 def _head(program: Program) -> str:
-    standard = ["argparse", "json", *(["importlib"] if program.optimizer else []), *(["os"] if program.alloc_conf else []),
-                *(["tempfile"] if program.quantised else [])]  # fmt: skip
-    others = [
-        *(["import deepspeed"] if program.deepspeed else []),
-        *(["import peft"] if program.adapter else []),
-        "import torch",
-        "import transformers",
-    ]
+    loop = not program.trainer
+    modules = {
+        "contextlib": loop and program.ddp,
+        "functools": program.recompute_some,
+        "importlib": program.optimizer,
+        "itertools": loop,
+        "os": loop or program.alloc_conf,
+        "tempfile": program.quantised,
+    }
+    standard = sorted(["argparse", "json", *(name for name, used in modules.items() if used)])
+    others = [name for name, used in (("deepspeed", program.deepspeed), ("peft", program.adapter)) if used]
+    imports = [*(f"import {name}" for name in [*others, "torch"])]
+    imports += ["import torch.utils.checkpoint"] if program.recompute_some else []
+    imports += ["import transformers"]
+    imports += ["from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard"] * program.fsdp2
     settings = ["HERE = Path(__file__).resolve().parent", 'RUN = json.loads((HERE / "run.json").read_text())']
     early = [*settings, 'os.environ.setdefault("PYTORCH_ALLOC_CONF", RUN["alloc_conf"])  # before torch is imported', ""]
-    return "\n".join([
+    late = [] if program.alloc_conf else ["", *settings]
+    late += ['SIZES = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")'] * (loop and program.deepspeed)
+    head = [
         f'"""{program.title}',
         "",
         f"    {program.launch}",
@@ -55,13 +85,14 @@ def _head(program: Program) -> str:
         "What is trained, and how, is said by the files beside this one.",
         '"""',
         "",
-        *(f"import {name}" for name in sorted(standard)),
+        *(f"import {name}" for name in standard),
         "from pathlib import Path",
         "",
         *(early if program.alloc_conf else []),
-        *(f"{line}  # noqa: E402" if program.alloc_conf else line for line in others),
-        *([] if program.alloc_conf else ["", *settings]),
-    ])  # fmt: skip
+        *(f"{line}  # noqa: E402" if program.alloc_conf else line for line in imports),
+        *late,
+    ]
+    return "\n".join(head)
 
 
 _OPTIONS = """
@@ -166,34 +197,12 @@ def read(file):
 '''
 
 
-def _trainer(program: Program) -> str:
-    chosen = ", optimizer_cls_and_kwargs=optimizer()" if program.optimizer else ""
-    text = _OPTIMIZER if program.optimizer else ""
-    deepspeed = _TRAINER_DEEPSPEED if program.deepspeed else ""
-    text += _DEEPSPEED if program.deepspeed else ""
-    return (
-        text
-        + f"""
-def main():
-    options = parse()
-    settings = json.loads((HERE / "training_args.json").read_text())
-{deepspeed}    steps = options.steps or (-1 if options.data else 10)
-    arguments = transformers.TrainingArguments(**settings, max_steps=steps, use_cpu=not torch.cuda.is_available())
-    model = load_model(options.random_weights)
-    data = read(options.data) if options.data else Samples()
-    trainer = transformers.Trainer(model=model, args=arguments, train_dataset=data{chosen})
-    trainer.train()
-
-
-if __name__ == "__main__":
-    main()
-"""
-    )
-
-
-_TRAINER_DEEPSPEED = """\
-    settings["deepspeed"] = read_deepspeed(settings["deepspeed"])
-"""
+_OPTIMIZER = '''
+def optimizer_class():
+    """(class, arguments) as run.json says."""
+    module, _, name = RUN["optimizer"]["class"].rpartition(".")
+    return getattr(importlib.import_module(module), name), RUN["optimizer"]["arguments"]
+'''
 _DEEPSPEED = '''
 def read_deepspeed(name):
     """DeepSpeed's file; without a GPU its processes talk by gloo, and nothing is used that it would have to compile."""
@@ -202,19 +211,180 @@ def read_deepspeed(name):
         from deepspeed.ops import __compatible_ops__
 
         __compatible_ops__["deepspeed_shm_comm"] = False
-        deepspeed.init_distributed("gloo")
         config["zero_force_ds_cpu_optimizer"] = False
         if config.get("optimizer", {}).get("type") in ("Adam", "AdamW"):
             config["optimizer"]["params"]["torch_adam"] = True
+    deepspeed.init_distributed("nccl" if torch.cuda.is_available() else "gloo")
     return config
-
-
 '''
-_OPTIMIZER = '''
-def optimizer():
-    """(class, arguments) as run.json says."""
-    module, _, name = RUN["optimizer"]["class"].rpartition(".")
-    return getattr(importlib.import_module(module), name), RUN["optimizer"]["arguments"]
-
-
+_BLOCKS = '''
+def blocks_of(model):
+    """The model's layers: the longest list of modules, or the modules of the classes that run.json names."""
+    if RUN["blocks"]:
+        return [part for part in model.modules() if type(part).__name__ in RUN["blocks"]]
+    return max((list(part) for part in model.modules() if isinstance(part, torch.nn.ModuleList)), key=len)
 '''
+_RECOMPUTE = '''
+def recompute(model):
+    """Blocks are computed again in backward; the results of the ops that run.json names are kept."""
+    kept = RUN["recompute"].get("kept", [])
+    policies = torch.utils.checkpoint.CheckpointPolicy
+
+    def policy(context, op, *args, **kwargs):
+        name = str(getattr(op, "_overloadpacket", op))
+        return policies.MUST_SAVE if name in kept else policies.PREFER_RECOMPUTE
+
+    def contexts():
+        return torch.utils.checkpoint.create_selective_checkpoint_contexts(policy)
+
+    for number, block in enumerate(blocks_of(model), 1):
+        if number % RUN["recompute"].get("every", 1) == 0:
+            how = {"context_fn": contexts} if kept else {}
+            block.forward = functools.partial(
+                torch.utils.checkpoint.checkpoint, block.forward, use_reentrant=False, **how
+            )
+'''
+_SHARD = '''
+def shard(model):
+    """`fully_shard` on every block, then on the rest."""
+    settings = RUN["fsdp"]
+    world, copies = torch.distributed.get_world_size(), settings["copies"]
+    names = {name: getattr(torch, dtype) for name, dtype in settings["dtypes"].items()}
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    sizes, dims = ((copies, world // copies), ("replicate", "shard")) if copies > 1 else ((world,), ("shard",))
+    how = {
+        "mesh": torch.distributed.device_mesh.init_device_mesh(kind, sizes, mesh_dim_names=dims),
+        "mp_policy": MixedPrecisionPolicy(**names),
+        "reshard_after_forward": settings["reshard_after_forward"],
+    }
+    if settings["cpu_offload"]:
+        how["offload_policy"] = CPUOffloadPolicy(pin_memory=kind == "cuda" and settings["pin_memory"])
+    for block in blocks_of(model):
+        fully_shard(block, **how)
+    fully_shard(model, **how)
+'''
+_START = """
+if __name__ == "__main__":
+    main()
+"""
+
+
+def _trainer(program: Program) -> str:
+    lines = [
+        "def main():",
+        "    options = parse()",
+        '    settings = json.loads((HERE / "training_args.json").read_text())',
+        *(['    settings["deepspeed"] = read_deepspeed(settings["deepspeed"])'] if program.deepspeed else []),
+        "    steps = options.steps or (-1 if options.data else 10)",
+        "    arguments = transformers.TrainingArguments(**settings, max_steps=steps, use_cpu=not torch.cuda.is_available())",
+        "    model = load_model(options.random_weights)  # after the arguments, which may say that it is partitioned",
+        "    data = read(options.data) if options.data else Samples()",
+        f"    trainer = transformers.Trainer({', '.join(_TRAINER_ARGUMENTS[: 3 + program.optimizer])})",
+        "    trainer.train()",
+    ]
+    return "\n".join(lines)
+
+
+_TRAINER_ARGUMENTS = ("model=model", "args=arguments", "train_dataset=data", "optimizer_cls_and_kwargs=optimizer_class()")
+
+
+def _loop(program: Program) -> str:
+    many = program.distributed or program.deepspeed
+    lines = [
+        "def main():",
+        "    options = parse()",
+        "    torch.manual_seed(0)  # every process makes the same weights",
+        "    on_gpu = torch.cuda.is_available()",
+        '    device = torch.device(f"cuda:{os.environ.get(\'LOCAL_RANK\', \'0\')}" if on_gpu else "cpu")',
+        "    if on_gpu:",
+        "        torch.cuda.set_device(device)",
+    ]
+    if program.deepspeed:
+        lines += [
+            '    config = read_deepspeed("ds_config.json")',
+            "    micro_batch_size, accumulated = (config[key] for key in SIZES)",
+            '    partitioned = transformers.integrations.HfDeepSpeedConfig(config) if RUN["zero_init"] else None',
+        ]
+    else:
+        lines += ['    micro_batch_size, accumulated = RUN["micro_batch_size"], RUN["grad_accum_steps"]']
+        if many:
+            lines += ['    torch.distributed.init_process_group("nccl" if on_gpu else "gloo")']
+    lines += ["    model = load_model(options.random_weights)", "    model.config.use_cache = False", "    model.train()"]
+    if program.deepspeed:
+        lines += ["    del partitioned  # it had to be there while the model was made"]
+    if program.recompute_all:
+        lines += ['    model.gradient_checkpointing_enable({"use_reentrant": RUN["recompute"]["reentrant"]})']
+    if program.recompute_some:
+        lines += ["    recompute(model)"]
+    trained = "[weight for weight in model.parameters() if weight.requires_grad]"
+    told = 'print(f"step {number // accumulated} of {steps}: loss {loss.item():.4f}", flush=True)'
+    if program.deepspeed:
+        lines += _DEEPSPEED_ENGINE[program.optimizer]
+    else:
+        lines += ["    shard(model)"] if program.fsdp2 else ["    model.to(device)"]
+        lines += ["    kind, arguments = optimizer_class()"]
+        if program.release:
+            lines += [
+                f"    optimizers = {{weight: kind([weight], **arguments) for weight in {trained}}}",
+                "",
+                "    def step_and_drop(weight):",
+                "        optimizers[weight].step()",
+                "        weight.grad = None",
+                "",
+                "    for weight in optimizers:",
+                "        weight.register_post_accumulate_grad_hook(step_and_drop)",
+            ]
+        else:
+            lines += [f"    optimizer = kind({trained}, **arguments)"]
+        if program.ddp:
+            lines += ["    model = torch.nn.parallel.DistributedDataParallel(model, device_ids=[device] if on_gpu else None)"]
+    lines += [
+        "    data = read(options.data) if options.data else Samples()",
+        "    sampler = torch.utils.data.DistributedSampler(data)"
+        if many
+        else "    sampler = torch.utils.data.RandomSampler(data)",
+        "    batches = torch.utils.data.DataLoader(data, micro_batch_size, sampler=sampler, drop_last=True)",
+        "    steps = options.steps or (len(batches) // accumulated if options.data else 10)",
+        "    for number, batch in enumerate(itertools.islice(batches, steps * accumulated), 1):",
+        "        batch = {name: tensor.to(device) for name, tensor in batch.items()}",
+    ]
+    if program.deepspeed:
+        lines += ["        loss = engine(**batch).loss", "        engine.backward(loss)", "        engine.step()"]
+        report = "        if number % accumulated == 0 and engine.global_rank == 0:"
+    else:
+        lines += ["        last = number % accumulated == 0"] if not program.release else []
+        if program.fsdp2:
+            lines += ["        model.set_requires_gradient_sync(last)"]
+        forward = "loss = model(**batch).loss"
+        indent = "        "
+        if program.ddp:
+            lines += ["        with contextlib.nullcontext() if last else model.no_sync():"]
+            indent += "    "
+        if program.autocast:
+            lines += [f'{indent}with torch.autocast(device.type, getattr(torch, RUN["autocast"])):', f"{indent}    {forward}"]
+        else:
+            lines += [indent + forward]
+        if program.release:
+            lines += [f"{indent}loss.backward()"]
+            report = ""
+        else:
+            lines += [f"{indent}(loss / accumulated).backward()", "        if not last:", "            continue"]
+            if program.clips:
+                lines += ['        torch.nn.utils.clip_grad_norm_(model.parameters(), RUN["clip_grad_norm"])']
+            lines += ["        optimizer.step()", "        optimizer.zero_grad()"]
+            report = "        if torch.distributed.get_rank() == 0:" if many else ""
+    lines += [report] if report else []
+    lines += [("    " if report else "") + "        " + told]
+    if many:
+        lines += ["    torch.distributed.destroy_process_group()"]
+    return "\n".join(lines)
+
+
+_DEEPSPEED_ENGINE = {
+    False: ["    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)"],
+    True: [
+        "    kind, arguments = optimizer_class()",
+        "    own = kind([weight for weight in model.parameters() if weight.requires_grad], **arguments)",
+        "    engine, *_ = deepspeed.initialize(model=model, optimizer=own, config=config)",
+    ],
+}

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 _TYPES = {"single": "NO", "ddp": "MULTI_GPU"}
 _MIXED = {f"{short}-{kind}": short for short in MIXED_DTYPES for kind in ("mixed", "autocast")}
+#: What no memory depends on: each step is reported on the screen, and no checkpoint is written.
+_PROGRAM = {"output_dir": "output", "logging_steps": 1, "save_strategy": "no", "report_to": "none"}
 _DTYPE_FIELDS = ("param_dtype", "reduce_dtype", "buffer_dtype", "output_dtype", "stored_dtype")
 
 
@@ -30,7 +32,7 @@ def accelerate_config(request: Request, deepspeed_file: str | None = None) -> Wr
     Raises CannotTell for what accelerate has no words for.
     """
     notes: list[str] = []
-    mixed = _MIXED.get(request.precision, "no")
+    mixed = mixed_of(request)
     config: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": _TYPES.get(request.strategy, "FSDP"),
@@ -67,18 +69,17 @@ def accelerate_config(request: Request, deepspeed_file: str | None = None) -> Wr
 def training_arguments(request: Request, deepspeed_file: str | None = None) -> Written:
     """The TrainingArguments that run the question; `deepspeed_file`: the Trainer's ds_config.json for a ZeRO strategy."""
     notes: list[str] = []
-    mixed = _MIXED.get(request.precision, "no")
+    mixed = mixed_of(request)
     arguments: dict[str, Any] = {
         "per_device_train_batch_size": request.micro_batch_size,
         "gradient_accumulation_steps": request.loop.grad_accum_steps,
         "max_grad_norm": 1.0 if request.loop.clip_grad_norm else 0.0,
         "bf16": mixed == "bf16",
         "fp16": mixed == "fp16",
+        **_PROGRAM,
         **_optim(request, notes),
         **_recompute(request, notes),
     }
-    if request.precision in ("bf16", "fp16"):
-        notes.append(f"--precision {request.precision}: load the model in that type")
     if request.use_cache:
         arguments["use_cache"] = True
     if request.compiled:
@@ -93,6 +94,14 @@ def training_arguments(request: Request, deepspeed_file: str | None = None) -> W
         arguments["fsdp_config"] = _trainer_block(settings, notes)
         _say_dtypes(settings, mixed, notes)
     return Written(arguments, tuple(notes))
+
+
+def mixed_of(request: Request) -> str:
+    """`mixed_precision`: no | bf16 | fp16.  An adapter on a 16-bit base is stepped under autocast unless it says no."""
+    adapter = request.adapter_settings
+    if adapter is not None and adapter.autocast and request.precision in MIXED_DTYPES:
+        return request.precision
+    return _MIXED.get(request.precision, "no")
 
 
 def fsdp_of(request: Request) -> FsdpSettings:

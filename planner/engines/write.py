@@ -14,9 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import CannotTell, UserError
 from ...files import write_for_user, write_whole
+from ...models.adapters import ADAPTER_METHODS
+from ..request import one_of
 from ..strategies import ZEROTH_ORDER
+from ..strategies.deepspeed_engine import settings_of
+from .adapter_write import ADAPTER, QUANTISATION, adapter_config, quantisation_config
 from .deepspeed_write import deepspeed_config
+from .loop_write import loop_autocast, loop_settings
 from .model_write import model_of
+from .optimizer_write import optimizer_class
 from .plan_file import PLAN, README, Files, launcher, plan_text, readme
 from .train_script import Program, text_of
 from .trainer_write import accelerate_config, training_arguments
@@ -28,25 +34,63 @@ if TYPE_CHECKING:
     from ..request import Request
 
 ACCELERATE, ARGUMENTS = "accelerate.yaml", "training_args.json"
+TRAINER, LOOP, AUTO = "trainer", "loop", "auto"
+STACKS = (AUTO, TRAINER, LOOP)
+RELEASE = "release"
+_WAYS = {
+    (True, True): "transformers' Trainer and DeepSpeed",
+    (True, False): "transformers' Trainer",
+    (False, True): "DeepSpeed",
+    (False, False): "a plain loop",
+}
 WRITABLE = ("single", "ddp", "zero0", "zero1", "zero2", "zero3", "fsdp1", "fsdp2", "hsdp")
 DEEPSPEED, DEEPSPEED_TRAINER = "ds_config.json", "ds_config_trainer.json"
 PROGRAM, RUN, CONFIG = "train.py", "run.json", "config.json"
 
 
-def files_of(request: Request) -> Files:
+def files_of(request: Request, stack: str = AUTO) -> Files:
     """The files that run the question, in one folder: they name each other, and the program is started inside it.
 
-    accelerate.yaml, training_args.json; for ZeRO ds_config.json and ds_config_trainer.json; and where the model is one of
-    transformers' train.py with what it reads: run.json and config.json.
+    `stack`: of STACKS; auto takes transformers' Trainer where it can run the question, else a plain loop.
+    accelerate.yaml, training_args.json; for ZeRO ds_config.json and ds_config_trainer.json; adapter_config.json and
+    quantization.json of an adapter; and where the model is one of transformers' train.py with run.json and config.json.
     Raises CannotTell for what the engine has no words for.
     """
+    check_stack(stack)
     if request.method in ZEROTH_ORDER:
         texts, notes = zo_files(request)
         return Files(texts, tuple(notes), tuple(shlex.split(zo_launch(request))))
-    if request.method != "full" or request.strategy not in WRITABLE:
-        what = f"--method {request.method}" if request.method != "full" else f"--strategy {request.strategy}"
+    known = request.method in ("full", *ADAPTER_METHODS) and request.strategy in (*WRITABLE, RELEASE)
+    if not known or request.mode != "train":
+        what = f"--method {request.method}, --strategy {request.strategy}, --mode {request.mode}"
         raise CannotTell(f"{what} is a program of its own: accelerate, DeepSpeed and TrainingArguments have no words for it")
-    texts, notes = {}, []
+    if stack == LOOP or (stack == AUTO and not_for_the_trainer(request)):
+        return _for_a_loop(request)
+    if stack == TRAINER and not_for_the_trainer(request):
+        raise CannotTell(f"--stack trainer: {not_for_the_trainer(request)}. Use --stack loop")
+    return _for_the_trainer(request)
+
+
+def check_stack(stack: str) -> None:
+    """Raises UserError for a word that is none of STACKS."""
+    one_of("--stack", stack, STACKS)
+
+
+def not_for_the_trainer(request: Request) -> str:
+    """Why transformers' Trainer cannot run the question; "" where it can."""
+    kind = request.recompute.partition(":")[0]
+    if request.strategy in (RELEASE, "hsdp"):
+        return f"the Trainer has no --strategy {request.strategy}"
+    if kind not in ("none", "full", "selective-layer"):
+        return f"the Trainer has no --recompute {request.recompute}"
+    if request.strategy.startswith("zero") and request.precision.endswith("-autocast"):
+        return f"the Trainer has no --precision {request.precision} beside DeepSpeed"
+    return ""
+
+
+def _for_the_trainer(request: Request) -> Files:
+    texts: dict[str, str] = {}
+    notes: list[str] = []
     said: dict[str, list[str]] = {DEEPSPEED: [], DEEPSPEED_TRAINER: []}
     zero = request.strategy.startswith("zero")
     if zero:
@@ -60,7 +104,11 @@ def files_of(request: Request) -> Files:
     notes += [*said[DEEPSPEED_TRAINER], *launched.notes, *arguments.notes]
     launch: tuple[str, ...] = ()
     try:
-        program, launch = _program(request)
+        made = None
+        if "optim" not in arguments.config and not (zero and "optimizer" in json.loads(texts[DEEPSPEED_TRAINER])):
+            made = optimizer_class(request.optimizer, request.optimizer_impl)
+            notes = [note for note in notes if request.optimizer not in note]  # the program passes it
+        program, launch = _program(request, {"optimizer": made} if made else {}, trainer=True)
         texts |= program
     except CannotTell as error:
         notes += [str(error), *said[DEEPSPEED]]
@@ -68,26 +116,80 @@ def files_of(request: Request) -> Files:
     return Files(texts, tuple(dict.fromkeys(notes)), launch)
 
 
-def _program(request: Request) -> tuple[dict[str, str], tuple[str, ...]]:
-    """(train.py and what only it reads, how it is started)."""
+def _for_a_loop(request: Request) -> Files:
+    """The files of torch's own strategies and of `deepspeed.initialize`, with a plain loop."""
+    if request.strategy == "fsdp1":
+        raise CannotTell("--stack loop with --strategy fsdp1: it is written for the Trainer, or as fsdp2")
+    texts: dict[str, str] = {}
+    notes: list[str] = []
+    more: dict[str, Any] = {}
+    made: dict[str, Any] | None = None
+    if request.strategy.startswith("zero"):
+        written = deepspeed_config(request)
+        texts[DEEPSPEED] = _json(written.config)
+        notes += [note for note in written.notes if "zero.Init" not in note and request.optimizer not in note]
+        more["zero_init"] = settings_of(request).zero_init
+        if "optimizer" not in written.config:
+            made = optimizer_class(request.optimizer, request.optimizer_impl)
+    else:
+        made = optimizer_class(request.optimizer, request.optimizer_impl)
+        more |= {"micro_batch_size": request.micro_batch_size, "grad_accum_steps": request.loop.grad_accum_steps}
+        if request.loop.clip_grad_norm:
+            more["clip_grad_norm"] = 1.0
+        dtype = loop_autocast(request)
+        if dtype is not None:
+            more["autocast"] = dtype
+    if made is not None:
+        more["optimizer"] = made
+    more |= loop_settings(request)
+    program, launch = _program(request, more, trainer=False)
+    notes += _left_to_the_program(request, written=True)
+    return Files({**texts, **program}, tuple(dict.fromkeys(notes)), launch)
+
+
+def _program(request: Request, more: dict[str, Any], *, trainer: bool) -> tuple[dict[str, str], tuple[str, ...]]:
+    """(train.py and what only it reads, how it is started); `more`: of run.json."""
     config, run = model_of(request)
+    run |= more
     launch = (*launcher(request), PROGRAM)
+    texts = {}
     if request.alloc_conf:
         run["alloc_conf"] = request.alloc_conf
+    adapter = request.adapter_settings
+    packed = quantisation_config(request)
+    if adapter is not None:
+        texts[ADAPTER] = _json(adapter_config(request))
+        run |= {"upcast": adapter.upcasts, "adapter_in_fp32": adapter.adapter_dtype is None}
+    if packed:
+        texts[QUANTISATION] = _json(packed)
+    zero = request.strategy.startswith("zero")
+    recompute = run.get("recompute", {})
     program = Program(
-        title=f"Trains {request.model.name} with transformers' Trainer.",
+        title=f"Trains {request.model.name} with {_WAYS[trainer, zero]}.",
         launch=" ".join(launch),
+        trainer=trainer,
         frozen=bool(request.frozen),
         alloc_conf=bool(request.alloc_conf),
-        deepspeed=request.strategy.startswith("zero"),
+        adapter=adapter is not None,
+        quantised=bool(packed),
+        optimizer="optimizer" in run,
+        deepspeed=zero,
+        ddp=request.strategy == "ddp" and not trainer,
+        fsdp2=request.strategy in ("fsdp2", "hsdp") and not trainer,
+        release=request.strategy == RELEASE,
+        autocast="autocast" in run,
+        clips="clip_grad_norm" in run,
+        recompute_all="reentrant" in recompute,
+        recompute_some=bool(recompute) and "reentrant" not in recompute,
     )
-    return {PROGRAM: text_of(program), RUN: _json(run), CONFIG: _json(config)}, launch
+    return {PROGRAM: text_of(program), RUN: _json(run), CONFIG: _json(config), **texts}, launch
 
 
 def _left_to_the_program(request: Request, *, written: bool) -> list[str]:
     """What the question says and no configuration file can; `written`: the program is here, and does its part."""
     said = {
         f"load the model with attn_implementation={request.attention!r}": request.attention != "sdpa" and not written,
+        f"load the model in {request.precision}": request.precision in ("bf16", "fp16") and not written,
         f"freeze the parameters that begin with {', '.join(request.frozen)}": bool(request.frozen) and not written,
         f"compute the loss as --loss {request.loss} does": request.loss != "model",
         f"start with PYTORCH_ALLOC_CONF={request.alloc_conf}": bool(request.alloc_conf) and not written,
@@ -106,7 +208,12 @@ def check_folder(folder: str | os.PathLike[str], *, force: bool = False) -> None
 
 
 def write_folder(
-    request: Request, folder: str | os.PathLike[str], *, force: bool = False, prediction: Prediction | None = None
+    request: Request,
+    folder: str | os.PathLike[str],
+    *,
+    force: bool = False,
+    prediction: Prediction | None = None,
+    stack: str = AUTO,
 ) -> Files:
     """Writes `files_of(request)`, README.md and plan.json into a new folder, whole or not at all; with `force` also into one
     that is there.  `prediction`: what plan.json says was predicted.
@@ -114,7 +221,7 @@ def write_folder(
     Raises UserError where the folder is there, or cannot be made.
     """
     check_folder(folder, force=force)
-    files = files_of(request)
+    files = files_of(request, stack)
     texts = dict(files.texts)
     many = (
         f" on {request.gpus} x {request.device.name}: {request.strategy}" if request.gpus > 1 else f" on {request.device.name}"

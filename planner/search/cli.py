@@ -42,6 +42,8 @@ def add_commands(commands: Any) -> None:
     answer.add_argument("--json", action="store_true", help="print plan.json; sizes in bytes, times in seconds")
     answer.add_argument("--write", metavar="DIR", help="make a folder with the first row's configuration files and plan.json")
     answer.add_argument("--force", action="store_true", help="write into a folder that is there")
+    stacks = "with --write: trainer, transformers' Trainer (where it can), or loop, a plain loop of torch or DeepSpeed"
+    answer.add_argument("--stack", metavar="S", default="auto", help=stacks)
     parser.set_defaults(run=run_plan)
 
 
@@ -50,7 +52,7 @@ def run_plan(args: argparse.Namespace) -> int:
     import shutil
     import sys
 
-    from ..engines.write import check_folder
+    from ..engines.write import check_folder, check_stack
     from ..progress import progress
     from ..trace.source import TraceSource
     from .api import make_plan
@@ -60,9 +62,11 @@ def run_plan(args: argparse.Namespace) -> int:
         raise UserError(f"--top {args.top}: must be 1 or more", "Leave it out for 3")
     if args.write:
         check_folder(args.write, force=args.force)  # said before the work, not after it
+        check_stack(args.stack)
     wanted, bases = asked(args)
     with progress(f"recording one step of {args.model}", enabled=not args.json) as say:
-        plan = make_plan(bases, wanted, TraceSource(), top=args.top, say=say)
+        traces = TraceSource()
+        plan = make_plan(bases, wanted, traces, top=args.top, say=say)
     if args.json:
         print(plan.text(), end="")
     else:
@@ -71,8 +75,8 @@ def run_plan(args: argparse.Namespace) -> int:
     if args.write and plan.best is not None:
         from .write import write_plan
 
-        write_plan(plan, bases[plan.best.gpus], args.write, force=args.force)
-        print(f"wrote {args.write}", file=sys.stderr)
+        files = write_plan(plan, bases[plan.best.gpus], args.write, force=args.force, traces=traces, stack=args.stack)
+        print(f"wrote {args.write}: {', '.join(files.texts)}", file=sys.stderr)
     elif args.write:
         print("nothing fits: no folder was written", file=sys.stderr)
     return 0 if plan.fits else 1

@@ -108,6 +108,7 @@ def test_fsdp_in_training_arguments_reads_back_to_the_same_settings(fsdp, micro,
     assert (asked["optimizer"], asked["optimizer_impl"]) == ("adamw", "fused")
 
 
+CONFIGURATIONS = (write.ACCELERATE, write.ARGUMENTS, write.DEEPSPEED, write.DEEPSPEED_TRAINER)
 QUESTIONS = [
     {"strategy": "single", "precision": "fp32", "gpus": 1},
     {"strategy": "single", "precision": "bf16-autocast", "gpus": 1, "recompute": "full"},
@@ -134,7 +135,7 @@ def test_every_file_of_a_folder_asks_the_question_it_was_written_for(tmp_path, m
     files = write.write_folder(request, "plan")
 
     assert sorted(os.listdir("plan")) == sorted(files.texts)
-    for name in files.texts:
+    for name in (n for n in files.texts if n in CONFIGURATIONS):
         explicit = {"gpus": request.gpus, "precision": request.precision}
         if name in (write.ACCELERATE, write.DEEPSPEED_TRAINER):
             explicit |= {"micro_batch_size": 3, "grad_accum_steps": 2}
@@ -164,7 +165,9 @@ def test_transformers_and_accelerate_take_what_is_written(tmp_path, monkeypatch,
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             arguments["fp16"] = False  # a CPU has none
-            real = transformers.TrainingArguments(output_dir="out", use_cpu=True, **arguments)
+            if "deepspeed" in arguments:
+                arguments["deepspeed"] = os.path.join("plan", arguments["deepspeed"])
+            real = transformers.TrainingArguments(use_cpu=True, **arguments)
         cluster = load_config_from_file(os.path.join("plan", write.ACCELERATE))
     finally:
         transformers.integrations.unset_hf_deepspeed_config()
@@ -207,11 +210,16 @@ def test_a_loop_of_its_own_has_no_configuration():
 
 
 def test_what_no_file_can_say_is_said():
-    notes = write.files_of(base(precision="fp32", attention="eager", frozen=("transformer.wte",))).notes
+    request = base(precision="fp32", attention="eager", frozen=("transformer.wte",))
+    alone = dataclasses.replace(request, model=dataclasses.replace(request.model, task="auto"))
 
+    notes = write.files_of(alone).notes
+
+    assert "train.py: --task auto has no loss of its own. Name the task with --task" in notes
     assert "in the program: load the model with attn_implementation='eager'" in notes
     assert "in the program: freeze the parameters that begin with transformer.wte" in notes
     assert "in the program: feed sequences of 16 tokens" in notes
+    assert not write.files_of(request).notes  # train.py does it all
 
 
 def test_a_file_is_no_folder_even_by_force(tmp_path):

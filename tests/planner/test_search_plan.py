@@ -13,7 +13,6 @@ from memplan.planner.search import cli
 from memplan.planner.search.api import best_request, request_of_plan
 from memplan.planner.search.plan import FORMAT, Candidate, Plan, Refused, read_plan
 from memplan.planner.search.table import command, render
-from memplan.planner.search.write import launch_command
 
 MODEL = "openai-community/gpt2"
 SMALL = ("--set", "n_layer=2", "--set", "vocab_size=1024", "--set", "n_embd=256", "--set", "n_head=4", "--seq", "128")
@@ -128,11 +127,6 @@ def test_the_command_of_a_row_repeats_it():
         assert part in text
 
 
-def test_the_launch_command_carries_the_allocators_settings():
-    text = launch_command(candidate(alloc_conf="expandable_segments:True"), "out")
-    assert text == "PYTORCH_ALLOC_CONF=expandable_segments:True accelerate launch --config_file out/accelerate.yaml train.py"
-
-
 def _run(*words: str) -> int:
     parser = argparse.ArgumentParser()
     cli.add_commands(parser.add_subparsers())
@@ -158,7 +152,7 @@ def test_write_leaves_a_folder_that_says_how_to_start(tmp_path, capsys):
     words = ("--gpu", "a100-80gb", "--gpus", "2", "--global-batch", "8", "--strategy", "zero2", "--write", str(folder))
     assert _run(*words) == 0
     names = {path.name for path in folder.iterdir()}
-    assert {"plan.json", "README.md", "accelerate.yaml", "ds_config.json", "training_args.json"} <= names
+    assert {"plan.json", "README.md", "train.py", "accelerate.yaml", "ds_config.json", "training_args.json"} <= names
     made = read_plan(folder)
     settings = json.loads((folder / "ds_config.json").read_text())
     assert made.best is not None
@@ -166,7 +160,10 @@ def test_write_leaves_a_folder_that_says_how_to_start(tmp_path, capsys):
     assert settings["gradient_accumulation_steps"] == made.best.grad_accum_steps
     readme = (folder / "README.md").read_text()
     assert len(readme.splitlines()) == 5
-    assert "accelerate launch" in readme
+    assert "torchrun --standalone --nproc-per-node 2 train.py" in readme
+    assert made.predicted is not None
+    assert made.predicted["reserved_peak_bytes"] == made.best.reserved_peak_bytes
+    assert set(made.files or {}) == names - {"plan.json"}
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
