@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from ..planner.strategies.deepspeed_settings import DeepSpeedSettings, OffloadOptimizer, OffloadParam
+from ..planner.strategies.deepspeed_settings import DeepSpeedSettings, LeafModules, OffloadOptimizer, OffloadParam
 
 BATCH, SEQ = 2, 16
 # By model: config.json.  Odd sizes, so that partitions are padded and parameters straddle the ranks.
@@ -34,6 +34,21 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama-wide": {  # partitions of more than 1 MiB, which NVMe takes
         "model_type": "llama", "hidden_size": 768, "intermediate_size": 1540, "num_hidden_layers": 2, "num_attention_heads": 12,
         "num_key_value_heads": 4, "vocab_size": 2051, "architectures": ["LlamaForCausalLM"],
+    },
+    "mixtral": {  # its sparse blocks are leaf modules by default
+        "model_type": "mixtral", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "vocab_size": 259, "num_local_experts": 4, "num_experts_per_tok": 2,
+        "architectures": ["MixtralForCausalLM"],
+    },
+    "qwen2-moe": {  # the same, with a shared expert
+        "model_type": "qwen2_moe", "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 40,
+        "shared_expert_intermediate_size": 72, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "vocab_size": 259, "num_experts": 6, "num_experts_per_tok": 2, "architectures": ["Qwen2MoeForCausalLM"],
+    },
+    "olmoe": {  # not among DeepSpeed's default leaf modules
+        "model_type": "olmoe", "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "vocab_size": 259, "num_experts": 6, "num_experts_per_tok": 2,
+        "architectures": ["OlmoeForCausalLM"],
     },
 }  # fmt: skip
 _JSON_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
@@ -69,6 +84,10 @@ class ZeroCase:
         said += ["own-adam"] if self.own_adam else []
         for key, value in _changed(self.settings).items():
             key = key.removeprefix("stage3_").replace("_", "-")
+            if isinstance(value, LeafModules):
+                names = [name for found in _changed(value).values() for name in found]
+                said.append(f"leaves-{'-'.join(names) or 'none'}")
+                continue
             said.append(
                 f"{key}-{'-'.join(map(str, _changed(value).values())) or value.device}" if _is_part(value) else f"{key}-{value}"
             )
@@ -82,7 +101,11 @@ class ZeroCase:
             for key, value in changed.items()
             if key not in _OUTSIDE_OF_ZERO
         }
+        if "leaf_module" in zero:
+            zero["leaf_module"] = {key: list(names) for key, names in _changed(self.settings.leaf_module).items()}
         found: dict[str, Any] = {"zero_optimization": {"stage": self.stage, **zero}}
+        if not self.settings.compute_grad_norm:
+            found["gradient_clipping"] = 0.0  # else DeepSpeed clips at 1
         if self.precision != "fp32":
             found[self.precision] = {"enabled": True}
         if self.precision == "fp16":
@@ -171,6 +194,14 @@ CASES: tuple[ZeroCase, ...] = (
     _case(2, "llama", 5_000, **_BF16_MASTERS, world_size=3, rank=1, own_adam=True),
     _case(1, "bert", 5_000, **_BF16_MASTERS, optimizer_groups="decay", grad_accum_steps=2),
     _case(2, "opt", 5_000, **_BF16_MASTERS, grad_accum_dtype=_FP32, rank=1),
+    _case(2, "llama", 5_000, parameter_alignment=True, world_size=3, rank=1),
+    _case(1, "gpt2", 5_000, parameter_alignment=True, world_size=3, rank=2, precision="fp32", grad_accum_steps=2,
+          optimizer_groups="decay"),
+    _case(2, "bert", 5_000, parameter_alignment=True, grad_accum_dtype=_FP32, rank=1),
+    _case(2, "opt", 5_000, use_multi_rank_bucket_allreduce=False, world_size=3, rank=1),
+    _case(2, "bert", 5_000, use_multi_rank_bucket_allreduce=False, world_size=3, rank=1, grad_accum_dtype=_FP32),
+    _case(2, "llama", 5_000, compute_grad_norm=False, world_size=3, rank=1),
+    _case(1, "bert", 5_000, compute_grad_norm=False, precision="fp16", grad_accum_dtype=_FP32),
     # -- stages 1 and 2 with the optimizer on the host -------------------------------------------------------------------
     _case(2, "llama", 5_000, offload_optimizer=OffloadOptimizer(), own_adam=True, rank=1, quick=True),
     _case(2, "bert", offload_optimizer=OffloadOptimizer(), own_adam=True, world_size=3, rank=1, grad_accum_steps=2),
@@ -181,6 +212,7 @@ CASES: tuple[ZeroCase, ...] = (
     _case(1, "llama", 5_000, offload_optimizer=OffloadOptimizer(), own_adam=True, world_size=3, rank=2, grad_accum_steps=2),
     _case(1, "opt", 5_000, grad_accum_dtype=_FP32, offload_optimizer=OffloadOptimizer(), own_adam=True, grad_accum_steps=2),
     _case(2, "llama", 5_000, **_BF16_MASTERS, offload_optimizer=OffloadOptimizer(), own_adam=True, grad_accum_steps=2),
+    _case(2, "t5", 5_000, parameter_alignment=True, offload_optimizer=OffloadOptimizer(), own_adam=True, world_size=3, rank=1),
     _case(2, "gpt2", 5_000, bf16_master_weights_and_grads=True, offload_optimizer=OffloadOptimizer(), own_adam=True, rank=1),
     # -- stage 3 ---------------------------------------------------------------------------------------------------------
     _case(3, "llama", world_size=3, rank=1, overlap_comm=False, quick=True),
@@ -205,6 +237,34 @@ CASES: tuple[ZeroCase, ...] = (
     _case(3, "gpt2", zero_init=True, world_size=3, rank=2, **_TIGHT),
     _case(3, "llama", 5_000, **_BF16_MASTERS, world_size=3, rank=1, own_adam=True, **_TIGHT),
     _case(3, "gpt2", 5_000, **_BF16_MASTERS, grad_accum_dtype=_FP32, grad_accum_steps=2, **_TIGHT),
+    _case(3, "llama", 5_000, stage3_allgather_sequential=True, world_size=3, rank=1, iterations=3),
+    _case(3, "bert", 5_000, stage3_allgather_sequential=True, offload_param=OffloadParam(), **_TIGHT),
+    _case(3, "bert", 5_000, stage3_use_all_reduce_for_fetch_params=True, iterations=3, world_size=3, rank=1, **_TIGHT),
+    _case(3, "gpt2", 5_000, stage3_use_all_reduce_for_fetch_params=True, recompute="full",
+          **_knobs(1_000, 60_000, 50_000, 10_000)),
+    # -- stage 3: mixtures of experts, leaf modules, and weights of which autograd saves views -------------------------------
+    _case(3, "mixtral", overlap_comm=False, iterations=3, **_TIGHT, quick=True),
+    _case(3, "mixtral", 5_000, world_size=4, rank=1, iterations=3, grad_accum_steps=2),
+    _case(3, "mixtral", precision="fp32", world_size=3, rank=2, recompute="full", **_TIGHT),
+    _case(3, "mixtral", 5_000, leaf_module=LeafModules(classes=()), iterations=3, **_TIGHT),
+    _case(3, "mixtral", 5_000, offload_param=OffloadParam(), offload_optimizer=OffloadOptimizer(), own_adam=True,
+          world_size=4, rank=3, grad_accum_steps=2, optimizer_groups="decay", **_TIGHT),
+    _case(3, "mixtral", frozen=("model.layers.0.mlp.experts",), **_TIGHT),
+    _case(3, "qwen2-moe", world_size=3, rank=1, iterations=3, **_TIGHT),
+    _case(3, "qwen2-moe", precision="fp16", zero_hpz_partition_size=2, world_size=4, rank=2, iterations=3),
+    _case(3, "mixtral", 5_000, stage3_use_all_reduce_for_fetch_params=True, iterations=3, **_TIGHT),
+    _case(3, "olmoe", iterations=3, **_TIGHT),
+    _case(3, "olmoe", recompute="full", iterations=3, **_TIGHT),
+    _case(3, "olmoe", 5_000, leaf_module=LeafModules(classes=("OlmoeSparseMoeBlock",)), world_size=3, rank=2, **_TIGHT),
+    _case(3, "llama", 5_000, leaf_module=LeafModules(name_suffixes=("mlp",)), world_size=3, rank=1, iterations=3, **_TIGHT),
+    _case(3, "bert", 5_000, leaf_module=LeafModules(names=("bert.encoder.layer.1",)), iterations=3,
+          **_knobs(1_000, 60_000, 50_000, 10_000)),
+    _case(3, "gpt2", 5_000, leaf_module=LeafModules(classes=("GPT2Block",)), recompute="full", iterations=3,
+          **_knobs(1_000, 60_000, 5_000, 10_000)),
+    _case(3, "llama", memory_efficient_linear=False, iterations=3, **_TIGHT),
+    _case(3, "bert", 5_000, memory_efficient_linear=False, world_size=3, rank=1, **_TIGHT),
+    _case(3, "gpt2", 5_000, memory_efficient_linear=False, recompute="full", **_TIGHT),
+    _case(3, "opt", 5_000, memory_efficient_linear=False, frozen=("model.decoder.layers.0",), **_TIGHT),
     # -- stage 3 with parts on the host or on NVMe -----------------------------------------------------------------------
     _case(3, "llama", 5_000, offload_optimizer=OffloadOptimizer(), own_adam=True, rank=1, **_TIGHT, quick=True),
     _case(3, "bert", 5_000, offload_optimizer=OffloadOptimizer(), own_adam=True, world_size=3, rank=2, grad_accum_steps=2,

@@ -72,11 +72,11 @@ class Registry:
 
 
 def _storages(values: Iterable[Any]) -> dict[int, int]:
-    """Bytes by storage; None and what is not a tensor is skipped."""
+    """Bytes by storage, of tensors and of storages; what is neither is skipped."""
     found = {}
     for value in values:
-        if hasattr(value, "untyped_storage"):
-            storage = value.untyped_storage()
+        storage = value.untyped_storage() if hasattr(value, "untyped_storage") else value
+        if hasattr(storage, "_cdata"):
             found[storage._cdata] = storage.nbytes()
     return found
 
@@ -111,6 +111,7 @@ def held_bytes(engine: Any, watched: Watched) -> dict[str, int]:
     gathered: list[Any] = []
     if hasattr(wrapper, "fp16_partitioned_groups"):  # stage 3: a parameter's own tensor is what is gathered now
         gathered = [*(p.data for p in params), *(getattr(p, "ds_secondary_tensor", None) for p in params)]
+        gathered += _in_flight(engine.module)
         params = [p.ds_tensor for p in params]
         param_at = HOST if getattr(wrapper, "offload_param", False) else ""
         partitions = [*_named(wrapper, ["param_groups_fp16_flat_cpu_memory"])]
@@ -119,7 +120,7 @@ def held_bytes(engine: Any, watched: Watched) -> dict[str, int]:
         ("offload_buffer", HOST, [*_named(wrapper, _STAGING), *_swap_buffers(wrapper)]),
         ("offload_buffer", "", [getattr(wrapper, "temp_grad_buffer_for_gpu_offload", None)]),
         ("param", param_at, [*params, *partitions, *_named(wrapper, ["bf16_groups_flat", "bit16_groups_flat"])]),
-        ("comm_buffer", "", [*gathered, *_buckets(wrapper)]),
+        ("comm_buffer", "", [*gathered, *_buckets(wrapper), *watched.gathered.live()]),
         ("buffer", "", engine.module.buffers()),
         ("master_weight", "", masters[:on_gpu]),
         ("master_weight", optimizer_at, masters[on_gpu:]),
@@ -151,6 +152,13 @@ def _swap_buffers(wrapper: Any) -> list[Any]:
         if (swapper := getattr(param, "nvme_swapper", None)) is not None:
             return [*found, swapper.buffers, swapper.partitioned_swap_buffer, swapper.invalid_buffer]
     return found
+
+
+def _in_flight(module: Any) -> list[Any]:
+    """Flat buffers of gathers that nobody has waited for yet (partition_parameters.py, `AllGatherCoalescedHandle`)."""
+    handles = {id(handle): handle for handle in getattr(module, "ds_inflight_param_registry", {}).values()}
+    inner = [part for handle in handles.values() for part in getattr(handle, "handles", [handle])]
+    return [tensor for handle in inner for tensor in getattr(handle, "partitions", ())]
 
 
 def _unswapped_gradients(wrapper: Any) -> list[Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -28,6 +28,10 @@ class Storages:
 
     def __contains__(self, storage_key: int) -> bool:
         return storage_key in self._keys
+
+    def live(self) -> list[Any]:
+        """Those that still live."""
+        return [storage for reference in list(self._keys.values()) if (storage := reference()) is not None]
 
 
 class _Kernels:
@@ -90,15 +94,17 @@ class Watched:
 
     pinned: Storages  # what DeepSpeed asked to be page-locked
     buckets: Storages  # reduce buckets of stages 1 and 2, also when only gradients hold them still
+    gathered: Storages = field(default_factory=Storages)  # stage 3's whole parameters, also when only autograd holds them still
 
 
 def install() -> Watched:
     """Puts all of it in the place of the real ones, in this process.  Call before an engine or optimizer is made."""
     import deepspeed
     from deepspeed.ops.op_builder import AsyncIOBuilder, CPUAdamBuilder, FusedAdamBuilder
+    from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-    pinned, buckets = Storages(), Storages()
+    pinned, buckets, gathered = Storages(), Storages(), Storages()
     for builder in (CPUAdamBuilder, FusedAdamBuilder):
         builder.load = lambda self, verbose=True: _Kernels()
     extension = type("async_io", (), {"aio_handle": _file_handle(pinned)})
@@ -115,4 +121,13 @@ def install() -> Watched:
                 buckets.add(buffer)
 
     DeepSpeedZeroOptimizer.setup_buckets = setup_buckets
-    return Watched(pinned, buckets)
+    fetches = PartitionedParameterCoordinator.fetch_sub_module
+
+    def fetch_sub_module(self: Any, current_submodule: Any, forward: bool) -> None:
+        fetches(self, current_submodule, forward)
+        for param in current_submodule.parameters():
+            if param.numel() and param.data.untyped_storage().nbytes():
+                gathered.add(param.data)
+
+    PartitionedParameterCoordinator.fetch_sub_module = fetch_sub_module
+    return Watched(pinned, buckets, gathered)

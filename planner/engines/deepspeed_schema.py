@@ -10,7 +10,9 @@ import sys
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from ..strategies.deepspeed_settings import LeafModules
 
 #: Keys of older versions that 0.19 refuses even when they are switched off (config.py, _REMOVED_TOP_LEVEL_CONFIG_KEYS).
 REMOVED: dict[str, str] = {
@@ -116,6 +118,19 @@ class OffloadOptimizerSection(_Section):
     cpuadam_cores_perc: float = Field(0.8, ge=0.0, le=1.0)
 
 
+class LeafModuleSection(_Section):
+    """leaf_module_config.py, `DeepSpeedZeroLeafModuleConfig`: one name may stand without a list."""
+
+    classes: tuple[str, ...] = LeafModules().classes
+    names: tuple[str, ...] = ()
+    name_suffixes: tuple[str, ...] = ()
+
+    @field_validator("classes", "names", "name_suffixes", mode="before")
+    @classmethod
+    def _one_name(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else value
+
+
 class ZeroSection(_Section):
     """`zero_optimization`.  Stage 3's own keys may be written with or without their prefix, as DeepSpeed takes both."""
 
@@ -161,7 +176,7 @@ class ZeroSection(_Section):
     log_trace_cache_warnings: bool = False
     enable_sanity_checks: bool = False
     save_muon_momentum_buffer_in_memory: bool = False
-    leaf_module: dict[str, Any] | None = None
+    leaf_module: LeafModuleSection | None = None
 
 
 class Fp16Section(_Section):

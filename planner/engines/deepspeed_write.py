@@ -33,6 +33,11 @@ _ZERO_KEYS: dict[str, tuple[int, ...]] = {
     "stage3_max_reuse_distance": (3,),
     "stage3_param_persistence_threshold": (3,),
     "stage3_model_persistence_threshold": (),
+    "use_multi_rank_bucket_allreduce": (),
+    "compute_grad_norm": (),
+    "parameter_alignment": (),
+    "stage3_allgather_sequential": (),
+    "stage3_use_all_reduce_for_fetch_params": (),
     "zero_hpz_partition_size": (),
     "memory_efficient_linear": (),
 }
@@ -137,6 +142,8 @@ def _zero(settings: DeepSpeedSettings, stage: int) -> dict[str, Any]:
             zero[key] = value
     if settings.overlap_comm is not None:
         zero["overlap_comm"] = settings.overlap_comm
+    if settings.leaf_module != default.leaf_module:
+        zero["leaf_module"] = {key: list(names) for key, names in dataclasses.asdict(settings.leaf_module).items()}
     for part in ("offload_optimizer", "offload_param"):
         section = getattr(settings, part)
         if section is not None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...errors import UserError
-from ..strategies.deepspeed_settings import DeepSpeedSettings, OffloadOptimizer, OffloadParam
+from ..strategies.deepspeed_settings import DeepSpeedSettings, LeafModules, OffloadOptimizer, OffloadParam
 from . import deepspeed_schema as schema
 from .deepspeed_file import DeepSpeedFile
 from .imported import AUTO, Said
@@ -80,13 +80,15 @@ def _fill_accelerate(file: DeepSpeedFile, raw: dict[str, Any]) -> None:
 
 def _settings_of(file: DeepSpeedFile, zero: schema.ZeroSection) -> None:
     """What is there and differs from the default goes to the field of its name, or is said to be not modelled."""
-    for field in zero.model_fields_set - {"stage", "offload_optimizer", "offload_param"}:
+    for field in zero.model_fields_set - {"stage", "offload_optimizer", "offload_param", "leaf_module"}:
         key = schema.json_name(schema.ZeroSection, field)
         value, default = getattr(zero, field), schema.ZeroSection.model_fields[field].default
         if key in FIELDS:
             file.settings[key] = value
         elif value != default and field not in schema.ZERO_NO_EFFECT:
             file.not_modelled(f"zero_optimization.{key}", value)
+    if zero.leaf_module is not None:
+        file.settings["leaf_module"] = LeafModules(**zero.leaf_module.model_dump())
 
 
 def _offload(file: DeepSpeedFile, zero: schema.ZeroSection, stage: int) -> None:

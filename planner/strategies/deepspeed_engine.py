@@ -26,6 +26,7 @@ def check(request: Request) -> None:
     settings = settings_of(request)
     _check_offload(stage, settings)
     _check_knobs(stage, settings, MIXED.get(request.precision, "float32"))
+    _check_norm(stage, settings, clips=request.loop.clip_grad_norm)
     ranks = settings.zero_hpz_partition_size
     if stage == _PARTITIONS_PARAMS and request.gpus % ranks:
         raise UserError(
@@ -54,17 +55,12 @@ def _check_offload(stage: int, settings: DeepSpeedSettings) -> None:
 
 
 def _check_knobs(stage: int, settings: DeepSpeedSettings, dtype: str) -> None:
-    shards = stage == _PARTITIONS_PARAMS
     said = [
         (
             "bf16.bf16_master_weights_and_grads with an optimizer on NVMe",
             settings.bf16_master_weights_and_grads
             and settings.offload_optimizer is not None
             and settings.offload_optimizer.device == "nvme",
-        ),
-        (
-            "zero_optimization.memory_efficient_linear: false",
-            shards and not settings.memory_efficient_linear,
         ),
         (
             "zero_optimization.contiguous_gradients: false with overlap_comm",
@@ -84,6 +80,19 @@ def _check_knobs(stage: int, settings: DeepSpeedSettings, dtype: str) -> None:
             f"data_types.grad_accum_dtype {settings.grad_accum_dtype} at stage 0: DeepSpeed refuses it with a {dtype} model",
             "Leave it out, or use --strategy zero1 to zero3",
         )
+
+
+def _check_norm(stage: int, settings: DeepSpeedSettings, *, clips: bool) -> None:
+    """config.py and stage_1_and_2.py, `DeepSpeedZeroOptimizer.__init__`."""
+    if settings.compute_grad_norm:
+        return
+    key = "zero_optimization.compute_grad_norm: false"
+    if stage not in (1, 2):
+        raise UserError(f"{key} at stage {stage}: allowed at stages 1 and 2", "Leave it out")
+    if clips:
+        raise UserError(f"{key} with gradient clipping: DeepSpeed refuses it", "Set gradient_clipping to 0, or leave it out")
+    if settings.offload_optimizer is not None:
+        raise UserError(f"{key} with an offloaded optimizer: DeepSpeed refuses it", "Leave it out")
 
 
 def _check_masters(stage: int, settings: DeepSpeedSettings, dtype: str) -> None:
@@ -171,7 +180,10 @@ def strategy_of(
     from .zero12 import Zero1, Zero2
 
     if rank is None:
-        rank = heaviest_rank(trace, world_size, settings.optimizer_groups, reorders=settings.round_robin_gradients)
+        rank = heaviest_rank(
+            trace, world_size, settings.optimizer_groups, reorders=settings.round_robin_gradients,
+            aligned=settings.parameter_alignment,
+        )  # fmt: skip
     return (Zero1 if stage == 1 else Zero2)(world_size, rank, settings, own_adam=own_adam, total_bytes=total_bytes)
 
 

@@ -44,6 +44,24 @@ class OffloadParam:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LeafModules:
+    """`zero_optimization.leaf_module` (leaf_module_config.py): what stage 3 gathers as one unit, with all that is inside.
+
+    By default the sparse blocks of three families, as transformers 5 names them.
+    """
+
+    classes: tuple[str, ...] = (
+        "transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock",
+        "transformers.models.qwen2_moe.modeling_qwen2_moe.Qwen2MoeSparseMoeBlock",
+        "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeSparseMoeBlock",
+    )
+    """Names of classes, with or without their modules."""
+    names: tuple[str, ...] = ()
+    """Full names of modules in the model."""
+    name_suffixes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class DeepSpeedSettings:
     """The knobs of one engine.  Sizes of buckets and thresholds are in elements, as in the JSON."""
 
@@ -53,6 +71,10 @@ class DeepSpeedSettings:
     """None: on at stage 3, off below."""
     contiguous_gradients: bool = True
     reduce_scatter: bool = True
+    use_multi_rank_bucket_allreduce: bool = True
+    compute_grad_norm: bool = True
+    parameter_alignment: bool = False
+    """Stages 1 and 2: every parameter begins at a multiple of 16 bytes in the flat tensor."""
     round_robin_gradients: bool = False
     sub_group_size: int = 1_000_000_000
     stage3_prefetch_bucket_size: int = 50_000_000
@@ -60,8 +82,11 @@ class DeepSpeedSettings:
     stage3_max_reuse_distance: int = 1_000_000_000
     stage3_param_persistence_threshold: int = 100_000
     stage3_model_persistence_threshold: int = sys.maxsize
+    stage3_allgather_sequential: bool = False
+    stage3_use_all_reduce_for_fetch_params: bool = False
     zero_hpz_partition_size: int = 1
     memory_efficient_linear: bool = True
+    leaf_module: LeafModules = LeafModules()
     offload_optimizer: OffloadOptimizer | None = None
     offload_param: OffloadParam | None = None
     grad_accum_dtype: str | None = None

@@ -15,17 +15,18 @@ R elements of the bucket:
     step         8 * largest c(n) for the norm; then g * S flat (one parameter: none) and 4 * S, sub-group by sub-group
     fp16         a search for infinities before the step: (g + 1) * sum c(n), where the gradients are
     recompute    the gathered weights of the recomputed block once more: the checkpoint saves views of them
+    leaf         a leaf module is gathered with all that is inside of it; its gradients wait until its whole backward has run
 
 Known limits: a module's biases are taken as saved by its recompute, also where its op does not save them (GPT-2's Conv1D).
 
-Left out: quantised gathers, leaf modules, Muon, scalars.
+Left out: quantised gathers, Muon, scalars.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ...errors import CannotTell, UserError
+from ...errors import UserError
 from ..ledger import DEFAULT_STREAM, Component, Tier
 from ..simulate import Block, Simulation
 from ..trace.steptrace import ITEMSIZE, Pass, TensorSlot
@@ -33,11 +34,12 @@ from .base import Strategy
 from .deepspeed_settings import DeepSpeedSettings
 from .flat import check_rank, optimizer_groups
 from .zero3_gather import GatherKnobs, ParamCoordinator
-from .zero3_hooks import ModuleUse, module_use
+from .zero3_hooks import ModuleUse, inside_of, leaf_modules, module_use, recomputed_modules, saved_as_views, with_children
 from .zero3_store import Store
 from .zero_host import FP64, Adam, host_tier
 
 _NEARLY_WHOLE = 0.9  # of the parameters
+_MANY = 0.1  # of the parameters
 _WORTH_A_HINT = 10_000_000  # parameters
 _REDUCE_STREAM = 1  # `reduce_and_partition_stream`, with overlap_comm
 
@@ -62,6 +64,9 @@ class Zero3(Strategy):
         self._oversized: list[Block] = []
         self._use: ModuleUse | None = None
         self._coordinator: ParamCoordinator | None = None
+        self._leaf_of: dict[int, int] = {}  # module -> the leaf module that it is, or is a part of
+        self._of_leaf: dict[int, dict[str, Block]] = {}  # gradients of leaf modules whose backward runs
+        self._recomputes: frozenset[int] = frozenset()
         self._recomputed = 0  # modules left in recomputes of this micro step
         self._micro_batch = 0
 
@@ -92,23 +97,22 @@ class Zero3(Strategy):
                 f"{self.name}: parameters of {len(dtypes)} dtypes ({', '.join(sorted(dtypes))})",
                 "DeepSpeed would cast them, which is not modelled: use bf16-mixed or fp32",
             )
-        if any(signature.op.startswith("aten._grouped_mm") for signature in trace.signatures):
-            raise CannotTell(
-                f"{trace.name}: mixtures of experts under ZeRO-3 are not modelled: some are leaf modules, and "
-                "autograd keeps gathered experts. Use --strategy zero2 or fsdp2"
-            )
         (self._dtype,) = dtypes
         self._e = ITEMSIZE[self._dtype]
         self._g = ITEMSIZE[self._accum_dtype]
         self._c = ITEMSIZE[self._comm_dtype]
         store = self._stored = Store(sim, settings, grouped, self.world_size, self._dtype, self._adam)
         self._use = module_use(trace)
+        leaves = leaf_modules(trace, settings.leaf_module)
+        self._leaf_of = inside_of(trace, leaves)
+        self._recomputes = recomputed_modules(trace)
+        direct, deep = self._use.params, with_children(trace, self._use.params)
         self._coordinator = ParamCoordinator(
             trace.params,
-            self._use.params,
+            [deep[m] if self._leaf_of.get(m) == m else params for m, params in enumerate(direct)],
             self.world_size,
             GatherKnobs(
-                prefetch=settings.stage3_prefetch_bucket_size,
+                prefetch=1 if settings.stage3_allgather_sequential else settings.stage3_prefetch_bucket_size,
                 max_live=settings.stage3_max_live_parameters,
                 reuse_distance=settings.stage3_max_reuse_distance,
                 persistence=settings.stage3_param_persistence_threshold,
@@ -116,7 +120,13 @@ class Zero3(Strategy):
                 overlap=self._overlap,
                 secondary=settings.zero_hpz_partition_size,
                 from_host=store.offloads_params,
+                sequential=settings.stage3_allgather_sequential,
+                all_reduce=settings.stage3_use_all_reduce_for_fetch_params,
             ),
+            direct=direct,
+            deep=deep,
+            leaves=leaves,
+            views=saved_as_views(trace, self._leaf_of, memory_efficient_linear=settings.memory_efficient_linear),
         )
         store.make(self._partition_all(sim, store))
         if settings.contiguous_gradients:
@@ -157,6 +167,8 @@ class Zero3(Strategy):
         if kind is Pass.FORWARD and sim.trace.modules[module].fqn == "":
             self._coordinator.reset_step(sim)
             self._recomputed = 0
+        if self._leaf_of.get(module, module) != module:
+            return  # part of a leaf module: it has no hooks
         if kind is Pass.BACKWARD and not self._use.has_output_grad[module]:
             return  # no output carries a gradient: its hook is not called
         self._coordinator.fetch(sim, module, forward=kind is not Pass.BACKWARD)
@@ -164,16 +176,21 @@ class Zero3(Strategy):
     def after_module(self, sim: Simulation, module: int, kind: Pass) -> None:
         assert self._coordinator is not None
         assert self._use is not None
+        is_inside = self._leaf_of.get(module, module) != module  # of a leaf module: it has no hooks
         if kind is Pass.RECOMPUTE:
             self._recomputed += 1
-            if not self._use.cut_short[self._recomputed - 1]:
+            if not is_inside and not self._use.cut_short[self._recomputed - 1]:
                 self._coordinator.release_recomputed(sim, module)
             return
+        if is_inside:
+            return
         if kind is Pass.BACKWARD:
+            self._reduce_leaf(sim, module)
             self._coordinator.backward_ran(sim, module)
         if kind is Pass.BACKWARD and not (self._use.has_input_grad[module] and self._use.has_output_grad[module]):
             return  # no input carries a gradient: released at the end of backward
-        self._coordinator.release(sim, module, forward=kind is not Pass.BACKWARD)
+        saves = kind is Pass.FORWARD and module not in self._recomputes
+        self._coordinator.release(sim, module, forward=kind is not Pass.BACKWARD, saves=saves)
 
     # -- gradients: `reduce_independent_p_g_buckets_and_remove_grads` -------------------------------------------------------
 
@@ -181,6 +198,23 @@ class Zero3(Strategy):
         assert block is not None  # `.grad` never outlives its reduction
         assert self._coordinator is not None
         self._coordinator.grad_made(sim, param)
+        if (leaf := self._leaf_of.get(param.module)) is not None:  # it waits for the others of its leaf module
+            self._of_leaf.setdefault(leaf, {})[param.fqn] = block
+            return
+        self._take(sim, param, block)
+
+    def _reduce_leaf(self, sim: Simulation, module: int) -> None:
+        """`reduce_leaf_module_grads`: all gradients of a leaf module, once its backward is done; zeros for missing ones."""
+        assert self._stored is not None
+        made = self._of_leaf.pop(module, None)
+        if made is None:
+            return
+        for param in (p for sub_group in self._stored.sub_groups for p in sub_group):
+            if self._leaf_of.get(param.module) == module:
+                block = made.get(param.fqn) or sim.alloc(Component.GRAD, param.numel * self._e, param.fqn, "zero gradient")
+                self._take(sim, param, block)
+
+    def _take(self, sim: Simulation, param: TensorSlot, block: Block) -> None:
         limit = self.settings.reduce_bucket_size
         if self._elements and self._elements + param.numel > limit:
             self._reduce(sim)
@@ -275,6 +309,8 @@ class Zero3(Strategy):
 
     def end_of_micro_step(self, sim: Simulation, micro_batch: int) -> None:
         assert self._coordinator is not None
+        for leaf in list(self._of_leaf):
+            self._reduce_leaf(sim, leaf)
         self._reduce(sim)
         self._coordinator.end_of_backward(sim)
         self._micro_batch = (micro_batch + 1) % sim.loop.grad_accum_steps
@@ -304,10 +340,16 @@ class Zero3(Strategy):
     # -- after the run -----------------------------------------------------------------------------------------------------
 
     def hints(self) -> list[str]:
-        """DeepSpeed's default knobs keep a model of less than 1e9 parameters whole once it has been gathered."""
+        """What keeps the model whole: DeepSpeed's default knobs below 1e9 parameters, and views that autograd saves."""
         if self._coordinator is None or self.world_size == 1:
             return []
-        total, most = self._coordinator.num_elements, self._coordinator.most_live
+        total, most, viewed = (getattr(self._coordinator, name) for name in ("num_elements", "most_live", "most_viewed"))
+        if viewed >= max(_WORTH_A_HINT, _MANY * total):
+            return [
+                f"ZeRO-3 cannot release {viewed / 1e6:,.0f} of {total / 1e6:,.0f} million parameters after forward: autograd "
+                "saves views of them (experts in grouped matrix products), and they stay whole until backward. "
+                "--recompute full frees them"
+            ]
         if most < _NEARLY_WHOLE * total or total < _WORTH_A_HINT:
             return []
         whole = f"{most / 1e6:,.0f} of {total / 1e6:,.0f} million parameters are whole on every GPU at once"

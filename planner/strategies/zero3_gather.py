@@ -7,7 +7,12 @@ what is used again soon.
 
 One parameter of n elements is gathered into ceil(n / N) * N elements that it keeps.  Several are gathered into one flat
 buffer of the sum of these, and when the first of them is waited for each gets a copy of n elements; the flat buffer goes when
-the last of them has been waited for.
+the last of them has been waited for.  With `stage3_allgather_sequential` each has a buffer of its own, and with
+`stage3_use_all_reduce_for_fetch_params` all keep the flat one, without copies, until the last of them is released.
+
+What autograd saves of a parameter decides whether a release frees it: the parameter itself is emptied with its storage; a view
+of it (grouped matrix products of experts, a slice, a transposed weight) holds the gathered storage from forward until the
+backward of that op has run, beside the one that is gathered for the backward.
 """
 
 from __future__ import annotations
@@ -38,6 +43,23 @@ class GatherKnobs:
     """`zero_hpz_partition_size`: ranks among which a gathered parameter is partitioned once more, for the backward; 1: none."""
     from_host: bool = False
     """Partitions are on the host: what is gathered is copied to the GPU first."""
+    sequential: bool = False
+    """`stage3_allgather_sequential`: every parameter is gathered into a buffer of its own, and one ahead."""
+    all_reduce: bool = False
+    """`stage3_use_all_reduce_for_fetch_params`: several are summed into one buffer that they are views of."""
+
+
+@dataclass(slots=True)
+class _Whole:
+    """The storage of gathered parameters: of one, or of `users` that are views of it."""
+
+    block: Block
+    users: int = 1
+
+    def drop(self, sim: Simulation) -> None:
+        self.users -= 1
+        if not self.users:
+            sim.free(self.block)
 
 
 @dataclass(slots=True)
@@ -46,6 +68,7 @@ class _Handle:
 
     flat: Block | None
     params: set[int]
+    copies: bool = True  # what is waited for gets a copy of its own
     complete: bool = False
 
 
@@ -54,11 +77,12 @@ class _Param:
     index: int
     slot: TensorSlot
     persist: bool = False
-    block: Block | None = None  # of the gathered parameter
+    whole: _Whole | None = None  # what the gathered parameter lies in
     handle: _Handle | None = None  # in the registry of what is in flight
     secondary: Block | None = None  # hpZ's partition of it
     available: bool = False
     active: set[int] = field(default_factory=set)  # modules that use it now
+    is_viewed: bool = False  # a view that autograd has saved holds `whole`
 
     @property
     def is_partitioned(self) -> bool:
@@ -66,12 +90,32 @@ class _Param:
 
 
 class ParamCoordinator:
-    """The state of every parameter.  `own[m]` are the indices of module m's parameters."""
+    """The state of every parameter.
 
-    def __init__(self, params: Sequence[TensorSlot], own: Sequence[Sequence[int]], world_size: int, knobs: GatherKnobs) -> None:
+    `own[m]` are the indices of the parameters that module m fetches; `deep[m]` those with all that is inside of it, where it
+    differs (`deep` is looked at when a module of `leaves` is released).  `views` are the (module, parameter) where autograd
+    saves a view.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[TensorSlot],
+        own: Sequence[Sequence[int]],
+        world_size: int,
+        knobs: GatherKnobs,
+        *,
+        direct: Sequence[Sequence[int]] | None = None,
+        deep: Sequence[Sequence[int]] | None = None,
+        leaves: frozenset[int] = frozenset(),
+        views: frozenset[tuple[int, int]] = frozenset(),
+    ) -> None:
         self._params = [_Param(index, slot) for index, slot in enumerate(params)]
         self._index = {slot.fqn: index for index, slot in enumerate(params)}
         self._own = own
+        self._direct = own if direct is None else direct
+        self._deep = own if deep is None else deep
+        self._leaves = leaves
+        self._views = views
         self._world_size = world_size
         self._knobs = knobs
         self._mode = "invalid"  # invalid | record | complete, as ZeRoTraceMode
@@ -82,8 +126,10 @@ class ParamCoordinator:
         self._live = 0  # elements, as far as DeepSpeed counts them
         self.num_elements = sum(slot.numel for slot in params)
         self.most_live = 0  # elements that were whole at once, at most
+        self.most_viewed = 0  # elements that saved views kept whole after their release, at most
         self._backward: dict[int, None] = {}  # modules whose backward runs, oldest first
-        self._saved: dict[int, list[Block]] = {}  # by module: gathered weights that a checkpoint holds
+        self._saved: dict[int, list[_Whole]] = {}  # by module: gathered weights that a checkpoint holds
+        self._viewed: dict[int, list[_Whole]] = {}  # by parameter: gathered storages that views of it hold
         self._released: dict[tuple[int, int], frozenset[int]] = {}
         total = 0
         for param in self._params:  # `mark_persistent_parameters`
@@ -115,42 +161,57 @@ class ParamCoordinator:
             self._backward[module] = None
         own = [self._params[p] for p in self._own[module]]
         self._gather(sim, own)
+        # A set's order decides which of a leaf module's flat buffers goes when: the least favourable is taken
+        spent: list[Block] | None = [] if module in self._leaves else None
         for param in own:
             param.active.add(module)
             if param.handle is not None:
-                self._wait(sim, param)
+                self._wait(sim, param, spent)
+        for block in spent or ():
+            sim.free(block)
         if self._mode == "complete":
             self._prefetch(sim, own)
         self._step += 1
 
-    def release(self, sim: Simulation, module: int, *, forward: bool) -> None:
-        """`release_sub_module`."""
-        self._release(sim, module, forward=forward, saved_by=None)
+    def release(self, sim: Simulation, module: int, *, forward: bool, saves: bool = False) -> None:
+        """`release_sub_module`.  `saves`: autograd has saved what the module's backward needs."""
+        self._release(sim, module, forward=forward, saved_by=None, saves=saves)
 
     def release_recomputed(self, sim: Simulation, module: int) -> None:
         """The same after a recompute: the checkpoint has saved detached views of the weights, which hold their storages until
         the backward node that needs them has run (torch/utils/checkpoint.py, `_recomputation_hook`)."""
-        self._release(sim, module, forward=True, saved_by=module)
+        self._release(sim, module, forward=True, saved_by=module, saves=True)
 
     def grad_made(self, sim: Simulation, param: TensorSlot) -> None:
         """The node that made the parameter's gradient has let go of what it saved."""
+        self._view_used(sim, self._index[param.fqn])
         for module in list(self._saved):
             if any(self._params[p].slot is param for p in self._own[module]):
                 self.backward_ran(sim, module)
 
     def backward_ran(self, sim: Simulation, module: int) -> None:
-        """What a checkpoint saved for the module is used up."""
-        for block in self._saved.pop(module, ()):
-            sim.free(block)
+        """What was saved for the module is used up."""
+        for whole in self._saved.pop(module, ()):
+            whole.drop(sim)
+        for index in self._own[module]:
+            if (module, index) in self._views:
+                self._view_used(sim, index)
 
-    def _release(self, sim: Simulation, module: int, *, forward: bool, saved_by: int | None) -> None:
+    def _view_used(self, sim: Simulation, index: int) -> None:
+        self._params[index].is_viewed = False
+        for whole in self._viewed.pop(index, ()):
+            whole.drop(sim)
+
+    def _release(self, sim: Simulation, module: int, *, forward: bool, saved_by: int | None, saves: bool) -> None:
         going = self._to_release(module) if self._mode == "complete" else frozenset(self._own[module])
         if not forward:
             self._backward.pop(module, None)
         for index in self._own[module]:
-            self._params[index].active.discard(module)
+            param = self._params[index]
+            param.active.discard(module)
+            param.is_viewed |= saves and (module, index) in self._views
             if index in going:
-                self._release_param(sim, self._params[index], saved_by)
+                self._release_param(sim, param, saved_by)
 
     def end_of_backward(self, sim: Simulation) -> None:
         """`release_backward_leftovers`: modules whose second backward hook was not called."""
@@ -163,6 +224,8 @@ class ParamCoordinator:
                     self._release_param(sim, param)
         for module in list(self._saved):
             self.backward_ran(sim, module)
+        for index in range(len(self._params)):
+            self._view_used(sim, index)
 
     def release_all(self, sim: Simulation) -> None:
         """`release_and_reset_all`, as a step begins."""
@@ -177,7 +240,7 @@ class ParamCoordinator:
         chosen = [p for p in self._params if p.persist and p.is_partitioned]
         copies = self._from_host(sim, chosen, DEFAULT_STREAM) if len(chosen) > 1 else []
         for param in chosen:
-            param.block = self._buffer(sim, param, self._padded(param), DEFAULT_STREAM)
+            param.whole = self._own_buffer(sim, param, self._padded(param), DEFAULT_STREAM)
             param.available = True
         copies += self._from_host(sim, chosen, DEFAULT_STREAM) if len(chosen) == 1 else []
         for block in copies:
@@ -227,6 +290,10 @@ class ParamCoordinator:
             return None  # the partition is the parameter
         return sim.place(Component.COMM_BUFFER, param.slot.fqn, (elements,), param.slot.dtype, stream=stream)
 
+    def _own_buffer(self, sim: Simulation, param: _Param, elements: int, stream: int) -> _Whole | None:
+        block = self._buffer(sim, param, elements, stream)
+        return _Whole(block) if block is not None else None
+
     def _from_host(self, sim: Simulation, params: Sequence[_Param], stream: int) -> list[Block]:
         """Partitions on their way: they are there until the gather has begun."""
         if not self._knobs.from_host or self._world_size == 1:
@@ -248,34 +315,47 @@ class ParamCoordinator:
         elements = sum(self._padded(p) for p in chosen)
         self._live += sum(p.slot.numel for p in chosen)
         self.most_live = max(self.most_live, self._live)
-        sim.enqueue("all_gather", elements * ITEMSIZE[chosen[0].slot.dtype], self._stream)
-        handle = _Handle(None, {p.index for p in chosen})
-        buffer = self._buffer(sim, chosen[0], elements, self._stream)
-        for block in self._from_host(sim, chosen, self._stream):
-            sim.free(block)
-        if len(chosen) == 1:
-            chosen[0].block = buffer
-            handle.complete = True
+        sums = self._knobs.all_reduce and len(chosen) > 1 and chosen[0].secondary is None and not self._knobs.sequential
+        sim.enqueue("all_reduce" if sums else "all_gather", elements * ITEMSIZE[chosen[0].slot.dtype], self._stream)
+        handle = _Handle(None, {p.index for p in chosen}, copies=not (sums or self._knobs.sequential))
+        if self._knobs.sequential or len(chosen) == 1:
+            for param in chosen:
+                param.whole = self._own_buffer(sim, param, self._padded(param), self._stream)
+                for block in self._from_host(sim, [param], self._stream):
+                    sim.free(block)
+            handle.complete = len(chosen) == 1
+        elif sums:  # partitions are copied straight into it
+            whole = self._own_buffer(sim, chosen[0], elements, self._stream)
+            if whole is not None:
+                whole.users = len(chosen)
+            for param in chosen:
+                param.whole = whole
         else:
-            handle.flat = buffer
+            handle.flat = self._buffer(sim, chosen[0], elements, self._stream)
+            for block in self._from_host(sim, chosen, self._stream):
+                sim.free(block)
         for param in chosen:
             param.handle = handle
 
-    def _wait(self, sim: Simulation, param: _Param) -> None:
-        """The parameter leaves the registry; its gather completes."""
+    def _wait(self, sim: Simulation, param: _Param, spent: list[Block] | None = None) -> None:
+        """The parameter leaves the registry; its gather completes.  `spent` takes the flat buffer that would go."""
         handle = param.handle
         assert handle is not None
         if not handle.complete:
             for index in sorted(handle.params):
                 other = self._params[index]
-                other.block = self._buffer(sim, other, other.slot.numel, self._stream)
+                if handle.copies:
+                    other.whole = self._own_buffer(sim, other, other.slot.numel, self._stream)
                 other.available = True
             handle.complete = True
         param.available = True
         param.handle = None
         handle.params.discard(param.index)
         if not handle.params and handle.flat is not None:
-            sim.free(handle.flat)
+            if spent is None:
+                sim.free(handle.flat)
+            else:
+                spent.append(handle.flat)
             handle.flat = None
 
     def _prefetch(self, sim: Simulation, own: list[_Param]) -> None:
@@ -303,12 +383,16 @@ class ParamCoordinator:
     def _release_param(self, sim: Simulation, param: _Param, saved_by: int | None = None) -> None:
         if param.available and not param.active:
             self._partition_secondary(sim, param)
-            if param.block is not None and saved_by is not None:
-                self._saved.setdefault(saved_by, []).append(param.block)
-            elif param.block is not None:
-                sim.free(param.block)
-            param.block = None
-            param.available = False
+            if param.whole is not None and param.is_viewed:
+                self._viewed.setdefault(param.index, []).append(param.whole)
+                held = sum(self._params[index].slot.numel for index, blocks in self._viewed.items() if blocks)
+                self.most_viewed = max(self.most_viewed, held)
+            elif param.whole is not None and saved_by is not None:
+                self._saved.setdefault(saved_by, []).append(param.whole)
+            elif param.whole is not None:
+                param.whole.drop(sim)
+            param.whole = None
+            param.available = param.is_viewed = False
             self._live -= param.slot.numel
 
     def _to_release(self, module: int) -> frozenset[int]:
@@ -318,10 +402,12 @@ class ParamCoordinator:
             going = {p for p in self._own[module] if not self._params[p].persist}
             going -= {p for p in self._own[module] if self._fetched_for.get(p, _NEVER) > self._step}
             traversed = 0
+            # upstream looks into later modules as deep as into the one that is released
+            within = self._deep if module in self._leaves else self._direct
             for later in self._order[self._step :]:
                 if not going or traversed >= self._knobs.reuse_distance:
                     break
-                for index in self._own[later]:
+                for index in within[later]:
                     going.discard(index)
                     traversed += self._params[index].slot.numel
             self._released[key] = frozenset(going)

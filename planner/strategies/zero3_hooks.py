@@ -12,7 +12,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..trace.steptrace import EventKind, Pass, StepTrace
+from ..trace.steptrace import EventKind, Pass, StepTrace, TensorInfo, TensorSlot
+from .deepspeed_settings import LeafModules
+
+_LINEAR = frozenset({"aten.mm", "aten.addmm", "aten.linear"})  # what `torch.nn.functional.linear` runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,3 +103,98 @@ def _cut_short(trace: StepTrace) -> list[bool]:
         left.clear()
         stopped.clear()
     return [False] * len(found) if trace.options.get("reentrant") else found
+
+
+def leaf_modules(trace: StepTrace, leaves: LeafModules) -> frozenset[int]:
+    """The modules that DeepSpeed marks (deepspeed/utils/z3_leaf_module.py, `apply_zero_leaf_module_config`)."""
+    classes = {name.rpartition(".")[2] for name in leaves.classes}  # a trace knows a class without its module
+    return frozenset(
+        index
+        for index, module in enumerate(trace.modules)
+        if module.class_name in classes
+        or module.fqn in leaves.names
+        or any(module.fqn.endswith(suffix) for suffix in leaves.name_suffixes)
+    )
+
+
+def inside_of(trace: StepTrace, leaves: frozenset[int]) -> dict[int, int]:
+    """Module -> the outermost leaf module that it is, or is a part of."""
+    found: dict[int, int] = {}
+    outermost = sorted(leaves, key=lambda index: len(trace.modules[index].fqn))
+    for leaf in outermost:
+        if leaf in found:
+            continue
+        name = trace.modules[leaf].fqn
+        for index, module in enumerate(trace.modules):
+            if index == leaf or not name or module.fqn.startswith(name + "."):
+                found.setdefault(index, leaf)
+    return found
+
+
+def with_children(trace: StepTrace, own: list[list[int]]) -> list[list[int]]:
+    """By module: its own parameters and those of all that is inside of it, in rising order."""
+    found: list[set[int]] = [set(params) for params in own]
+    index_of = {module.fqn: index for index, module in enumerate(trace.modules)}
+    for index, params in enumerate(own):
+        name = trace.modules[index].fqn
+        while name:
+            name = name.rpartition(".")[0]
+            if (outer := index_of.get(name)) is not None:
+                found[outer].update(params)
+    return [sorted(params) for params in found]
+
+
+def saved_as_views(
+    trace: StepTrace, leaf_of: dict[int, int], *, memory_efficient_linear: bool = True
+) -> frozenset[tuple[int, int]]:
+    """The (module, parameter) where autograd saves a view in forward: it holds the gathered storage until the backward has
+    used it, and a release leaves that in place.  Parts of a leaf module (`leaf_of`) count as the leaf.
+
+    Only ops whose backward reads the parameter again save it.  `torch.nn.functional.linear` reads a transposed view, but
+    DeepSpeed replaces it by a function that saves the parameter itself (deepspeed/runtime/zero/linear.py), and a parameter
+    that is saved itself is released with its storage.  `memory_efficient_linear`: whether it is replaced.
+    """
+    index_of = {p.storage: index for index, p in enumerate(trace.params)}
+    starts, inputs = trace.op_input_start.tolist(), trace.op_inputs.tolist()
+    viewed: set[tuple[int, int]] = set()
+    read_again: set[int] = set()
+    for op, (signature, kind) in enumerate(zip(trace.op_signature.tolist(), trace.op_pass.tolist(), strict=True)):
+        storages = inputs[starts[op] : starts[op + 1]]
+        used = [(place, index_of[storage]) for place, storage in enumerate(storages) if storage in index_of]
+        if kind == Pass.BACKWARD:
+            read_again.update(index for _, index in used)
+        elif kind == Pass.FORWARD:
+            said = trace.signatures[signature]
+            name = said.op.rpartition(".")[0] or said.op
+            for place, index in used:
+                if place < len(said.inputs) and _is_view(said.inputs[place], trace.params[index]):
+                    linear = name in _LINEAR and _is_transposed(said.inputs[place], trace.params[index])
+                    if not (linear and memory_efficient_linear):
+                        module = int(trace.call_module[trace.op_call[op]])
+                        viewed.add((leaf_of.get(module, module), index))
+    return frozenset((module, index) for module, index in viewed if index in read_again)
+
+
+def _is_view(seen: TensorInfo, param: TensorSlot) -> bool:
+    return seen.shape != param.shape or seen.stride != _strides(param.shape)
+
+
+def _is_transposed(seen: TensorInfo, param: TensorSlot) -> bool:
+    return seen.shape == param.shape[::-1]
+
+
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Of a contiguous tensor, as `TensorInfo` writes them: 0 for a dimension of size 1."""
+    found: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        found.append(step if size != 1 else 0)
+        step *= size
+    return tuple(reversed(found))
+
+
+def recomputed_modules(trace: StepTrace) -> frozenset[int]:
+    """Modules that run again in backward: their first run saves nothing."""
+    return frozenset(
+        int(trace.call_module[arg]) for kind, arg, aux in trace.events() if kind is EventKind.ENTER and aux == Pass.RECOMPUTE
+    )

@@ -10,7 +10,7 @@ from memplan.errors import CannotTell, UserError
 from memplan.planner.engines import deepspeed_schema as schema
 from memplan.planner.engines.deepspeed_json import read
 from memplan.planner.engines.imported import apply
-from memplan.planner.strategies.deepspeed_settings import DeepSpeedSettings, OffloadOptimizer, OffloadParam
+from memplan.planner.strategies.deepspeed_settings import DeepSpeedSettings, LeafModules, OffloadOptimizer, OffloadParam
 
 BASE = {"train_micro_batch_size_per_gpu": 1}
 
@@ -177,14 +177,20 @@ def test_what_deepspeed_takes_is_read_with_the_values_that_it_reads(engine, data
             assert getattr(ours, key, None) == getattr(theirs, key, None), key
 
 
+def _plain(value):
+    return list(value) if isinstance(value, tuple) else value
+
+
 def test_every_key_and_default_of_the_sections_is_that_of_deepspeed():
     config = pytest.importorskip("deepspeed.runtime.zero.config")
     offload = pytest.importorskip("deepspeed.runtime.zero.offload_config")
     precision = pytest.importorskip("deepspeed.runtime.precision_config")
+    leaves = pytest.importorskip("deepspeed.runtime.zero.leaf_module_config")
     pairs = [
         (schema.ZeroSection, config.DeepSpeedZeroConfig),
         (schema.OffloadParamSection, offload.DeepSpeedZeroOffloadParamConfig),
         (schema.OffloadOptimizerSection, offload.DeepSpeedZeroOffloadOptimizerConfig),
+        (schema.LeafModuleSection, leaves.DeepSpeedZeroLeafModuleConfig),
         (schema.Fp16Section, precision.DeepSpeedFP16Config),
         (schema.Bf16Section, precision.DeepSpeedBF16Config),
     ]
@@ -193,7 +199,7 @@ def test_every_key_and_default_of_the_sections_is_that_of_deepspeed():
         for name, field in ours.model_fields.items():
             assert field.alias == theirs.model_fields[name].alias, name
             if name != "leaf_module":
-                assert field.default == theirs.model_fields[name].default, name
+                assert _plain(field.default) == _plain(theirs.model_fields[name].get_default(call_default_factory=True)), name
 
 
 def test_every_removed_key_of_deepspeed_is_known_here():
@@ -208,7 +214,8 @@ def test_defaults_of_the_settings_are_those_of_the_file():
     for field in DeepSpeedSettings.__dataclass_fields__:
         own = field.removeprefix("stage3_")
         if own in schema.ZeroSection.model_fields:
-            assert getattr(DeepSpeedSettings(), field) == getattr(section, own), field
+            default = LeafModules() if field == "leaf_module" else getattr(section, own)
+            assert getattr(DeepSpeedSettings(), field) == default, field
     for made, part in ((OffloadOptimizer, schema.OffloadOptimizerSection), (OffloadParam, schema.OffloadParamSection)):
         for field in set(made.__dataclass_fields__) - {"device"}:
             assert getattr(made(), field) == getattr(part(), field), field
@@ -311,6 +318,33 @@ def test_an_unknown_top_level_key_is_a_warning_with_the_nearest_key():
     assert any("'gradient_accumulation_step'" in note and "gradient_accumulation_steps" in note for note in notes)
 
 
+@pytest.mark.parametrize(
+    ("said", "leaves"),
+    [
+        (None, LeafModules()),
+        ({}, LeafModules()),
+        ({"classes": []}, LeafModules(classes=())),
+        ({"classes": "MyBlock", "name_suffixes": ["mlp"]}, LeafModules(classes=("MyBlock",), name_suffixes=("mlp",))),
+    ],
+)
+def test_leaf_modules_are_read_as_deepspeed_reads_them(said, leaves):
+    assert ask(zero(stage=3, leaf_module=said))["deepspeed"].leaf_module == leaves
+
+
+@pytest.mark.parametrize("rest", [{}, {"gradient_clipping": 1.0}, {"gradient_clipping": "auto"}])
+def test_without_norm_no_gradient_is_clipped(rest):
+    with pytest.raises(UserError, match=r"compute_grad_norm is false: it needs gradient_clipping 0"):
+        ask({**zero(stage=2, compute_grad_norm=False), **rest})
+
+    off = {**zero(stage=2, compute_grad_norm=False), "gradient_clipping": 0}
+    assert ask(off)["deepspeed"].compute_grad_norm is False
+
+
+def test_an_unknown_key_of_leaf_modules_is_refused():
+    with pytest.raises(UserError, match=r"zero_optimization\.leaf_module\.class"):
+        ask(zero(stage=3, leaf_module={"class": ["x"]}))
+
+
 def test_keys_without_effect_are_said_in_one_note():
     notes = ask({**BASE, "wall_clock_breakdown": True, "tensorboard": {"enabled": True}})["notes"]
 
@@ -321,7 +355,6 @@ def test_keys_without_effect_are_said_in_one_note():
     ("data", "key"),
     [
         (zero(stage=2, zenflow={"topk_ratio": 0.1}), "zero_optimization.zenflow"),
-        (zero(stage=3, leaf_module={"classes": ["x"]}), "zero_optimization.leaf_module"),
         (zero(stage=3, zero_quantized_weights=True), "zero_optimization.zero_quantized_weights"),
         (zero(stage=3, offload_optimizer={"device": "cpu", "super_offload": True}), "super_offload"),
         ({**BASE, "tensor_parallel": {"autotp_size": 2}}, "tensor_parallel.autotp_size"),
@@ -360,20 +393,41 @@ def test_what_is_not_modelled_but_switched_off_is_no_obstacle(data):
     ("data", "options", "both"),
     [
         (zero(stage=3), {"strategy": "zero2"}, ("--strategy zero2", "zero_optimization.stage")),
-        (BASE, {"micro_batch_size": 4}, ("--micro-batch 4", "train_micro_batch_size_per_gpu 1")),
         ({**BASE, "bf16": {"enabled": True}}, {"precision": "fp32"}, ("--precision fp32", "bf16.enabled")),
         ({**BASE, "bf16": {"enabled": False}}, {"precision": "bf16-mixed"}, ("--precision bf16-mixed", "bf16.enabled")),
-        ({**BASE, "gradient_clipping": 0}, {"clip_grad_norm": True}, ("--clip-grad-norm", "gradient_clipping")),
-        ({**BASE, "optimizer": {"type": "Adam"}}, {"optimizer": "sgd"}, ("--optimizer sgd", "optimizer.type")),
         (zero(stage=2, offload_optimizer={"device": "none"}), {"offload": ("optimizer",)}, ("--offload optimizer", "offload_")),
     ],
     ids=str,
 )
-def test_a_file_and_an_option_that_disagree_are_a_mistake_naming_both(data, options, both):
+def test_an_option_against_what_the_engine_decides_is_a_mistake_naming_both(data, options, both):
     with pytest.raises(UserError) as error:
         ask(data, **options)
 
     assert all(part in str(error.value) for part in both), error.value
+
+
+@pytest.mark.parametrize(
+    ("data", "options", "both"),
+    [
+        (BASE, {"micro_batch_size": 4}, ("--micro-batch 4", "train_micro_batch_size_per_gpu 1")),
+        ({**BASE, "gradient_clipping": 0}, {"clip_grad_norm": True}, ("--clip-grad-norm", "gradient_clipping")),
+        ({**BASE, "optimizer": {"type": "Adam"}}, {"optimizer": "sgd"}, ("--optimizer sgd", "optimizer.type")),
+    ],
+    ids=str,
+)
+def test_any_other_option_goes_before_the_file_and_that_is_said(data, options, both):
+    asked = ask(data, **options)
+
+    assert all(asked[name] == value for name, value in options.items())
+    assert any(all(part in note for part in both) for note in asked["notes"]), asked["notes"]
+
+
+def test_another_micro_batch_keeps_the_samples_of_a_step():
+    data = {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 4}
+
+    asked = ask(data, micro_batch_size=8, gpus=4)
+
+    assert (asked["micro_batch_size"], asked["grad_accum_steps"]) == (8, 2)
 
 
 def test_an_option_that_repeats_the_file_is_no_mistake():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,9 +13,9 @@ from memplan.planner.ledger import Component, Ledger, Tier
 from memplan.planner.loop import LoopFacts
 from memplan.planner.optimizers.traced import traced_rule
 from memplan.planner.simulate import simulate
-from memplan.planner.strategies.deepspeed_settings import DeepSpeedSettings
+from memplan.planner.strategies.deepspeed_settings import DeepSpeedSettings, LeafModules
 from memplan.planner.strategies.zero3 import Zero3
-from memplan.planner.strategies.zero3_hooks import module_use
+from memplan.planner.strategies.zero3_hooks import leaf_modules, module_use
 from memplan.planner.trace.options import TraceOptions
 from memplan.planner.trace.steptrace import Phase, StepTrace
 from memplan.planner.trace.tracer import trace_step
@@ -40,6 +41,18 @@ NETS = """
 
         def forward(self, x):
             return self.head(self.body(self.embed(x)))
+
+    class Sliced(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(1, 64, 64))
+
+        def forward(self, x):
+            return x @ self.weight[0].t()
+
+    def sliced():
+        model = torch.nn.Sequential(*[Sliced() for _ in range(6)])
+        return model, lambda batch, seq: {"input": torch.ones(batch, 64)}, lambda m, b: m(**b).sum()
 
     def tied():
         return Tied(), lambda batch, seq: {"x": torch.ones(batch, seq, dtype=torch.long)}, lambda m, b: m(**b).sum()
@@ -185,6 +198,59 @@ def test_an_embedding_stays_gathered_to_the_end_of_backward(net):
     assert bytes_gathered[-2] >= W
 
 
+def test_a_view_that_autograd_saves_keeps_the_weight_whole_from_forward_to_backward(net):
+    ledger = run(net("sliced"), options())
+    # of the first layer nothing is saved: its input needs no gradient
+    assert gathered(ledger, Phase.FORWARD) == (LAYERS - 1) * W
+    assert gathered(ledger, Phase.BACKWARD) == LAYERS * W  # the last is gathered once more, for its backward
+    assert ledger.components_after(10**9)["comm_buffer"] == P * 2
+
+
+def test_torch_s_own_linear_saves_a_view_which_deepspeed_s_does_not(net):
+    own, torch_s = (run(net(), options(memory_efficient_linear=efficient)) for efficient in (True, False))
+    assert gathered(own, Phase.FORWARD) == W
+    assert gathered(torch_s, Phase.FORWARD) == (LAYERS - 1) * W
+
+
+def test_a_leaf_module_is_gathered_at_once_with_all_that_is_inside(net):
+    ledger = run(net(), options(leaf_module=LeafModules(classes=("torch.nn.modules.container.Sequential",))))
+    assert gathered(ledger, Phase.FORWARD) == 2 * LAYERS * W  # in one flat buffer, and a copy of each
+
+
+def test_gradients_of_a_leaf_module_wait_for_the_end_of_its_backward(net):
+    ledger = run(net(), options(leaf_module=LeafModules(classes=("Sequential",))))
+    assert peak_of(ledger, Component.GRAD, Phase.BACKWARD) == LAYERS * C * 2 + LAYERS * W
+
+
+def test_a_leaf_module_is_found_by_class_name_or_suffix(net):
+    trace = net("tied")
+    index = {m.fqn: i for i, m in enumerate(trace.modules)}
+    assert leaf_modules(trace, LeafModules()) == frozenset()
+    assert leaf_modules(trace, LeafModules(classes=("Embedding",))) == {index["embed"]}
+    assert leaf_modules(trace, LeafModules(names=("body",), name_suffixes=("ead",))) == {index["body"], index["head"]}
+
+
 def test_a_rank_outside_of_the_world_is_refused():
     with pytest.raises(UserError, match="expected 0 to 1"):
         Zero3(2, -1)
+
+
+def test_views_that_keep_a_large_model_whole_are_said(net):
+    trace = net("sliced")
+    big = replace(trace, params=tuple(replace(p, shape=(1000, *p.shape[1:])) for p in trace.params))
+    strategy = Zero3(RANKS, 0, options())
+    simulate(big, strategy, optimizer=traced_rule("adamw", "for-loop", target="cpu"), loop=LoopFacts(iterations=2))
+    (hint,) = strategy.hints()
+    assert "20 of 25 million parameters after forward" in hint
+    assert "--recompute full" in hint
+
+
+def test_gathered_one_by_one_no_layer_is_there_twice(net):
+    ledger = run(net(), options(prefetch=3 * P, live=3 * P, stage3_allgather_sequential=True))
+    assert gathered(ledger, Phase.FORWARD) == 2 * W  # what is used, and one ahead
+
+
+def test_gathered_by_all_reduce_layers_are_views_of_one_buffer(net):
+    ledger = run(net(), options(prefetch=3 * P, live=3 * P, stage3_use_all_reduce_for_fetch_params=True))
+    # the buffer of the first three stays until the third is released; meanwhile two more are gathered ahead, one by one
+    assert gathered(ledger, Phase.FORWARD) == (3 + 2) * W

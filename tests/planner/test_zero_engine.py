@@ -9,6 +9,7 @@ import pytest
 from memplan.errors import CannotTell, UserError
 from memplan.hardware.catalogue import device as find_device
 from memplan.models import load
+from memplan.planner.loop import LoopFacts
 from memplan.planner.request import Request
 from memplan.planner.strategies import deepspeed_engine
 from memplan.planner.strategies.deepspeed_settings import DeepSpeedSettings, OffloadOptimizer, OffloadParam
@@ -39,6 +40,9 @@ def ask(strategy: str = "zero3", *, precision: str = "bf16-mixed", gpus: int = 4
             UserError,
             r"with fp32 states on the GPU",
         ),
+        (ask("zero3", compute_grad_norm=False), UserError, r"compute_grad_norm: false at stage 3: allowed at stages 1 and 2"),
+        (ask("zero2", compute_grad_norm=False, loop=LoopFacts(clip_grad_norm=True)), UserError, r"false with gradient clip"),
+        (ask("zero2", compute_grad_norm=False, offload=("optimizer",)), UserError, r"compute_grad_norm: false with an offl"),
         (ask("zero2", bf16_optimizer_states=True), UserError, r"bf16\.bf16_optimizer_states without"),
         (
             ask("zero2", precision="fp32", **BF16_MASTERS),
@@ -46,7 +50,6 @@ def ask(strategy: str = "zero3", *, precision: str = "bf16-mixed", gpus: int = 4
             r"weights_and_grads at stage 2 with a float32",
         ),
         (ask("zero3", offload_optimizer=OffloadOptimizer(device="nvme"), **BF16_MASTERS), CannotTell, r"an optimizer on NVMe"),
-        (ask("zero3", memory_efficient_linear=False), CannotTell, r"zero_optimization\.memory_efficient_linear"),
         (ask("zero2", contiguous_gradients=False, overlap_comm=True), CannotTell, r"contiguous_gradients: false"),
         (ask("zero2", precision="fp32", grad_accum_dtype="bfloat16"), CannotTell, r"data_types\.grad_accum_dtype bfloat16"),
         (ask("zero2", precision="bf16"), CannotTell, r"--precision bf16: DeepSpeed keeps fp32 masters"),
@@ -61,7 +64,7 @@ def test_what_is_not_planned_is_said_by_its_key(request_, error, said):
     "request_",
     [
         ask("zero0"), ask("zero1"), ask("zero2", gpus=1), ask("zero3", offload=("optimizer", "param")),
-        ask("zero3", offload=("optimizer:nvme", "param:nvme")), ask("zero2", memory_efficient_linear=False),
+        ask("zero3", offload=("optimizer:nvme", "param:nvme")), ask("zero3", memory_efficient_linear=False),
         ask("zero2", **BF16_MASTERS), ask("zero2", zero_hpz_partition_size=3),
         ask("zero3", precision="fp32", offload=("param",)),
     ],
