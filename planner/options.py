@@ -197,26 +197,32 @@ def request_from(args: argparse.Namespace) -> Request:
     overrides = parse_settings(args.set)
     model: str | ModelSpec = args.model
     notes: list[str] = []
-    eager = False
+    gpu, gpu_memory, eager = args.gpu, args.gpu_memory, False
     if args.from_file:
         from ..models import load
         from .engines.detect import read_config
         from .engines.imported import apply
 
         imported = read_config(args.from_file)
-        model = load(args.model, task=args.task, overrides=overrides, trust_remote_code=args.trust_remote_code)
+        if imported.spec is not None and not (args.task or args.set) and imported.model and args.model == imported.model.value:
+            model = imported.spec
+        else:
+            model = load(args.model, task=args.task, overrides=overrides, trust_remote_code=args.trust_remote_code)
         eager = args.assume_eager and "compiled" in imported.said
         imported = imported.without("compiled") if eager else imported
         options = apply(imported, options, model.config)
         notes = options.pop("notes")
+        own, memory = options.pop("gpu", gpu), options.pop("gpu_memory", None)
+        if gpu == "auto":
+            gpu, gpu_memory = own, gpu_memory or memory
         if imported.model is not None and imported.model.value != args.model:
             notes.insert(0, f"{imported.source}: MODEL {args.model} is taken, not {imported.model.key} of the file")
     request = make_request(
         model,
-        args.gpu,
+        gpu,
         task=args.task,
         overrides=overrides,
-        gpu_memory=args.gpu_memory,
+        gpu_memory=gpu_memory,
         trust_remote_code=args.trust_remote_code,
         **options,
     )
@@ -318,6 +324,9 @@ def _zo_settings(args: argparse.Namespace) -> ZoSettings | None:
         "use_cache": False if args.zo_no_cache else None,
     }
     given = {name: value for name, value in given.items() if value is not None}
+    for option in ("optimizer", "optimizer_impl"):
+        if args.method in ZEROTH_ORDER and getattr(args, option) is not None:
+            raise UserError(f"--{option.replace('_', '-')}: --method {args.method} has no optimizer", "Leave it out")
     if given and args.method not in ZEROTH_ORDER:
         option = next(o for o in vars(args) if o.startswith("zo_") and getattr(args, o))
         raise UserError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from ...errors import UserError
@@ -14,6 +15,7 @@ from . import (
     deepspeed_schema,
     fsdp_config,
     llamafactory,
+    plan_file,
     torchtune,
     training_args,
     trl,
@@ -31,9 +33,11 @@ def read_config(path: str | os.PathLike[str]) -> Imported:
     """What the configuration file at `path` says, whichever of the kinds it is.
 
     axolotl, LLaMA-Factory, TRL, torchtune; DeepSpeed's JSON, an accelerate YAML (or JSON), transformers' TrainingArguments or
-    their `fsdp_config` alone.  Raises UserError for a file that is none of them, or that its own reader would refuse.
+    their `fsdp_config` alone; a plan.json, or the folder that `--write` made.  Raises UserError for a file that is none of
+    them, or that its own reader would refuse.
     """
-    text = read_file(path)
+    place = Path(path)
+    text = read_file(place / plan_file.PLAN if (place / plan_file.PLAN).is_file() else path)  # a folder of `--write`
     kind = kind_of(text.data)
     if kind is None:
         raise UserError(
@@ -48,6 +52,8 @@ def kind_of(data: Mapping[str, Any]) -> str | None:
     """axolotl | llamafactory | trl | torchtune | accelerate | training-arguments | fsdp | deepspeed; None: not recognised."""
     if any(mark in data for mark in _ACCELERATE_MARKS):
         return "accelerate"
+    if plan_file.is_plan(data):
+        return "plan"
     if zo_file.MARK in data or zo_file.ZO2_MARK in data:
         return "zeroth-order"
     if torchtune.is_torchtune(data):
@@ -82,6 +88,7 @@ def _fsdp(text: Text) -> Imported:
 
 
 _READERS: dict[str, Callable[[Text], Imported]] = {
+    "plan": lambda text: plan_file.imported(text.data, text.source),
     "zeroth-order": lambda text: zo_file.imported(text.data, text.source),
     "axolotl": axolotl.read,
     "llamafactory": llamafactory.read,

@@ -11,9 +11,21 @@ from .keys import NOT_UNDERSTOOD
 from .text import shown
 
 if TYPE_CHECKING:
+    from ...models import ModelSpec
     from ..strategies.fsdp_settings import FsdpSettings
 
-Kind = Literal["deepspeed", "accelerate", "fsdp", "training-arguments", "axolotl", "llamafactory", "trl", "torchtune", "zeroth-order"]
+Kind = Literal[
+    "deepspeed",
+    "accelerate",
+    "fsdp",
+    "training-arguments",
+    "axolotl",
+    "llamafactory",
+    "trl",
+    "torchtune",
+    "zeroth-order",
+    "plan",
+]
 AUTO = "auto"
 # Files of a trainer that launches DDP by itself where several GPUs are there and no engine is named.
 _TRAINERS = ("training-arguments", "axolotl", "llamafactory", "trl")
@@ -73,9 +85,10 @@ class Imported:
     fsdp: FsdpSettings | None = None
     model: Said | None = None
     """The reference of the model that the file names."""
+    spec: ModelSpec | None = None
+    """That model as the file describes it, with its task and overrides."""
     adapter: Mapping[str, Said] = field(default_factory=dict)
     """Field of `AdapterSettings` -> what the file states."""
-
 
     def without(self, option: str) -> Imported:
         """The same without what the file states about an option."""
@@ -160,7 +173,9 @@ def _adapter(imported: Imported, given: Mapping[str, Any], method: str | None, n
     said = dict(imported.adapter)
     if "method" in given and said:
         if given["method"] not in ADAPTER_METHODS:
-            notes.append(f"{', '.join(dict.fromkeys(s.key for s in said.values()))}: without effect under --method {given['method']}")
+            notes.append(
+                f"{', '.join(dict.fromkeys(s.key for s in said.values()))}: without effect under --method {given['method']}"
+            )
             said = {}
         elif given["method"] != imported.said["method"].value:  # --method lora on a file of QLoRA: on a 16-bit base
             said = {name: value for name, value in said.items() if name not in ("base_quant", "upcast")}
@@ -186,7 +201,11 @@ _ADAPTER_OPTIONS = {
 
 def _adapter_option(name: str, value: Any) -> str:
     option = _ADAPTER_OPTIONS.get(name, f"--lora-{name}")
-    return option if option.startswith(("--no-", "--adapter")) else f"{option} {','.join(value) if isinstance(value, tuple) else value}"
+    return (
+        option
+        if option.startswith(("--no-", "--adapter"))
+        else f"{option} {','.join(value) if isinstance(value, tuple) else value}"
+    )
 
 
 def _conflict(option: str, value: Any, said: Said, source: str) -> UserError:

@@ -34,7 +34,10 @@ class Text:
 
 
 def read_file(path: str | os.PathLike[str], named_by: str = "") -> Text:
-    """The mapping in the file; `named_by`: the file that names this one.  Raises UserError for what is no file, no text, or not JSON or YAML (with line and column)."""
+    """The mapping in the file; `named_by`: the file that names this one.
+
+    Raises UserError for what is no file, no text, or not JSON or YAML (with line and column).
+    """
     source = str(path)
     place = Path(path).expanduser()
     if not place.exists() and named_by:

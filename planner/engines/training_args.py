@@ -14,6 +14,7 @@ from ...errors import UserError, did_you_mean
 from . import accelerate_yaml, deepspeed_json, fsdp_config
 from .deepspeed_schema import block
 from .imported import AUTO, Imported, Said
+from .keys import Keys
 from .text import Text, beside, read_file, shown
 
 #: `optim` where memplan's catalogue has another word for it, or another optimizer of that name: (optimizer, implementation).
@@ -28,6 +29,12 @@ OPTIM_NAMES = (
     "ademamix_8bit", "lion_8bit", "lion_32bit", "paged_adamw_32bit", "paged_adamw_8bit", "paged_ademamix_32bit",
     "paged_ademamix_8bit", "paged_lion_32bit", "paged_lion_8bit", "rmsprop_bnb", "rmsprop_bnb_8bit", "rmsprop_bnb_32bit",
     "lomo", "adalomo", "grokadamw", "schedule_free_radam", "schedule_free_adamw", "schedule_free_sgd", "stable_adamw",
+)  # fmt: skip
+#: And those that no model of memplan stands for.
+_OTHER_OPTIMS = (
+    "adamw_torch_xla", "adamw_torch_npu_fused", "adamw_anyprecision", "galore_adamw", "galore_adamw_8bit", "galore_adafactor",
+    "galore_adamw_layerwise", "galore_adamw_8bit_layerwise", "galore_adafactor_layerwise", "apollo_adamw",
+    "apollo_adamw_layerwise",
 )  # fmt: skip
 _DEFAULT_OPTIM = "adamw_torch_fused"  # with torch 2.8 or newer
 _DEFAULTS = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "max_grad_norm": 1.0}
@@ -50,15 +57,24 @@ KNOWN = READ | frozenset({
     "bf16_full_eval", "fp16_full_eval", "neftune_noise_alpha", "average_tokens_across_devices", "accelerator_config",
     "torch_compile_mode", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "prediction_loss_only",
     "include_num_input_tokens_seen", "save_only_model", "save_on_each_node", "hub_strategy", "hub_token", "hub_private_repo",
-    "train_sampling_strategy", "length_column_name", "full_determinism", "skip_memory_metrics", "eval_accumulation_steps",
+    "batch_eval_metrics", "dataloader_in_order", "dataloader_multiprocessing_context", "dataloader_persistent_workers",
+    "dataloader_prefetch_factor", "ddp_static_graph", "debug", "enable_jit_checkpoint", "eval_do_concat_batches",
+    "eval_on_start",
+    "eval_use_gather_object", "hub_always_push", "hub_revision", "ignore_data_skip", "include_for_metrics", "log_level_replica",
+    "log_on_each_node", "logging_first_step", "logging_nan_inf_filter", "restore_callback_states_from_checkpoint",
+    "trackio_bucket_id", "trackio_static_space_id", "train_sampling_strategy", "length_column_name", "full_determinism",
+    "skip_memory_metrics", "eval_accumulation_steps",
     "eval_delay", "torch_empty_cache_steps", "liger_kernel_config", "parallelism_config", "project", "trackio_space_id",
 })  # fmt: skip
 #: They change what a step keeps: fused kernels, low-rank optimizers, a loss beside the model's, a mesh.
 _NOT_MODELLED = ("use_liger_kernel", "optim_target_modules", "label_smoothing_factor", "parallelism_config")
 
 
-def read(data: Mapping[str, Any], source: str) -> Imported:
-    """What the arguments say.  Raises UserError for what transformers refuses, and for files named here that cannot be used."""
+def read(data: Mapping[str, Any], source: str, text: Text | None = None) -> Imported:
+    """What the arguments say; `text`: the file, for the lines of its keys.
+
+    Raises UserError for what transformers refuses, and for files named here that cannot be used.
+    """
     said, taken = _batch(data, source), _left_to_defaults(data)
     notes: list[str] = []
     mixed = _mixed(data, source)
@@ -75,9 +91,7 @@ def read(data: Mapping[str, Any], source: str) -> Imported:
         found = accelerate_yaml.plain_question(None, mixed, source, key, "training-arguments")
         if _on(data.get("fsdp_config")):
             notes.append("fsdp_config has no effect without fsdp")
-    unread = sorted(key for key in data if key not in KNOWN)
-    if unread:
-        notes.append(f"not read here: {', '.join(unread)}")
+    notes += Keys(text or Text(source, data)).not_understood(KNOWN, "TrainingArguments")
     if data.get("neftune_noise_alpha"):
         notes.append("neftune_noise_alpha makes one more tensor of the size of the embedded tokens, which is not counted")
     if data.get("auto_find_batch_size"):
@@ -144,7 +158,7 @@ def _with_deepspeed(data: Mapping[str, Any], mixed: str, source: str) -> Importe
     if isinstance(where, Mapping):
         text = Text(f"{source}: deepspeed", where)
     elif isinstance(where, str):
-        text = read_file(beside(where, source))
+        text = read_file(beside(where, source), source)
     else:
         raise UserError(f"{source}: deepspeed is {shown(where)}: expected a file or a block", "Correct the file")
     steps = data.get("gradient_accumulation_steps") or _DEFAULTS["gradient_accumulation_steps"]
@@ -193,7 +207,7 @@ def _fsdp_block(data: Mapping[str, Any], source: str) -> Mapping[str, Any]:
     if isinstance(where, Mapping):
         return where
     if isinstance(where, str):
-        return read_file(beside(where, source)).data
+        return read_file(beside(where, source), source).data
     raise UserError(f"{source}: fsdp_config is {shown(where)}: expected a file or a block", "Correct the file")
 
 
@@ -206,8 +220,11 @@ def _optimizer(
     name = str(_DEFAULT_OPTIM if optim is None else optim).removeprefix("OptimizerNames.").lower()
     known = optimizer_of(name)
     if known is None:
-        hint = did_you_mean(name, (*_OPTIM, *OPTIM_NAMES))
-        unmodelled.append(f"{source}: optim {name} is not modelled yet. {hint}".strip())
+        if not is_optim(name):
+            names = (*_OPTIM, *OPTIM_NAMES, *_OTHER_OPTIMS)
+            hint = did_you_mean(name, names) or f"Choose one of {', '.join(names)}"
+            raise UserError(f"{source}: optim is {shown(optim)}: transformers knows no such optimizer", hint)
+        unmodelled.append(f"{source}: optim {name} is not modelled yet")
         return
     if found.deepspeed is not None and "offload_optimizer" in found.deepspeed:
         known = (known[0], None)  # accelerate puts DeepSpeedCPUAdam in its place
@@ -216,6 +233,11 @@ def _optimizer(
     where["optimizer"] = Said(known[0], key)
     if known[1] is not None:
         where["optimizer_impl"] = Said(known[1], key)
+
+
+def is_optim(name: str) -> bool:
+    """Whether transformers has an optimizer of that name, modelled or not."""
+    return name in _OPTIM or name in OPTIM_NAMES or name in _OTHER_OPTIMS
 
 
 def optimizer_of(optim: str) -> tuple[str, str | None] | None:

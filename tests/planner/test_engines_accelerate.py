@@ -279,6 +279,8 @@ def test_mixed_precision_beside_a_deepspeed_file_is_refused_as_accelerate_refuse
         ask({**DEEPSPEED, "deepspeed_config": {"deepspeed_config_file": "ds.json"}})
 
 
-def test_gpus_of_the_command_line_must_agree_with_num_processes(ask):
-    with pytest.raises(UserError, match=r"--gpus 8 and num_processes 4"):
-        ask({**FSDP, "fsdp_config": {}}, gpus=8)
+def test_gpus_of_the_command_line_go_before_num_processes_and_that_is_said(ask):
+    asked = ask({**FSDP, "fsdp_config": {}}, gpus=8)
+
+    assert asked["gpus"] == 8
+    assert any("--gpus 8 is taken, not num_processes 4 of the file" in note for note in asked["notes"])

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import re
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from memplan.errors import MemplanError, UserError
-from memplan.planner.engines import accelerate_yaml, deepspeed_json, deepspeed_schema, fsdp_config, training_args
+from memplan.planner.engines import (
+    accelerate_yaml,
+    axolotl,
+    deepspeed_json,
+    deepspeed_schema,
+    fsdp_config,
+    llamafactory,
+    torchtune,
+    training_args,
+    trl,
+)
 from memplan.planner.engines.imported import apply
-from memplan.planner.engines.text import parse_json, read_file
+from memplan.planner.engines.text import Text, parse_json, parse_yaml, read_file
 
 _SCALARS = (
     st.none()
@@ -93,6 +105,35 @@ def test_any_training_arguments(data, block, zero):
     _holds(training_args.read, data)
     _holds(training_args.read, {**data, "deepspeed": None, "fsdp": True, "fsdp_config": block})
     _holds(training_args.read, {**data, "fsdp": None, "deepspeed": {"zero_optimization": zero}})
+
+
+def _words_of(reader):
+    """The keys that a reader knows, as its source spells them."""
+    return sorted(set(re.findall(r'"([a-z_0-9]{3,})"', inspect.getsource(reader))))
+
+
+@pytest.mark.parametrize(
+    "reader", [axolotl, llamafactory, trl, torchtune], ids=lambda module: module.__name__.rpartition(".")[2]
+)
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_any_training_file(reader, data):
+    words = st.sampled_from(_words_of(reader))
+    values = _VALUES | words | st.dictionaries(words, _VALUES, max_size=3)
+
+    _holds(lambda made, source: reader.read(Text(source, made)), data.draw(st.dictionaries(words, values, max_size=6)))
+
+
+@_ANY
+@given(text=st.text(alphabet="ab:-&*!<{}[]\n '\"|?,#", max_size=40))
+def test_any_text_that_looks_like_yaml(text):
+    said = "data"
+    try:
+        parse_yaml(text, "file")
+    except UserError as error:
+        said = str(error)
+    assert said
+    assert "\n" not in said
 
 
 @_ANY

@@ -96,3 +96,76 @@ def test_a_question_that_a_file_asked_can_be_written_as_json(ask):
     shown = json.loads(json.dumps(ask(data, gpus=2, precision="bf16-mixed").as_data()))
 
     assert shown["deepspeed"]["offload_param"]["device"] == "cpu"
+
+
+AXOLOTL = """\
+base_model: {folder}
+sequence_len: 64
+micro_batch_size: 2
+gradient_accumulation_steps: 2
+optimizer: adamw_torch_fused
+bf16: true
+adapter: lora
+lora_r: 4
+lora_target_linear: true
+flash_attention: true
+gradient_chekpointing: true
+"""
+
+
+@pytest.fixture
+def axolotl_file(tmp_path):
+    from transformers import LlamaConfig
+
+    numbers = {name: int(value) for name, value in TINY.items()}
+    LlamaConfig(**numbers, architectures=["LlamaForCausalLM"], dtype="bfloat16").save_pretrained(tmp_path / "model")
+    path = tmp_path / "axolotl.yml"
+    path.write_text(AXOLOTL.format(folder=tmp_path / "model"))
+    return path
+
+
+def _fit(capsys, *words):
+    from memplan.__main__ import main
+
+    code = main(["fit", "--gpu", "a100-80gb", "--no-advice", *map(str, words)])
+    captured = capsys.readouterr()
+    return code, captured.out + captured.err
+
+
+def test_a_training_file_alone_is_a_question(axolotl_file, capsys):
+    code, said = _fit(capsys, "--from", axolotl_file, "--json")
+
+    answer = json.loads(said)
+    question = answer["question"]
+    assert code == 0
+    assert (question["method"], question["micro_batch_size"], question["seq_len"]) == ("lora", 2, 64)
+    assert question["adapter"]["rank"] == 4
+    assert any("NOT UNDERSTOOD" in words and "line 11" in words for words in answer["assumptions"])
+
+
+def test_an_option_of_the_command_line_goes_before_the_training_file(axolotl_file, capsys):
+    code, said = _fit(capsys, "--from", axolotl_file, "--json", "--lora-rank", 8, "--seq", 32)
+
+    question = json.loads(said)["question"]
+    assert code == 0
+    assert (question["adapter"]["rank"], question["seq_len"]) == (8, 32)
+
+
+def test_a_question_without_a_model_is_a_mistake_on_one_line(tmp_path, capsys):
+    code, said = _fit(capsys)
+    assert (code, said.count("\n")) == (2, 1)
+    assert "MODEL is missing" in said
+
+    (tmp_path / "ds.json").write_text('{"train_micro_batch_size_per_gpu": 1}')
+    code, said = _fit(capsys, "--from", tmp_path / "ds.json")
+    assert (code, said.count("\n")) == (2, 1)
+    assert "names no model" in said
+
+
+def test_a_file_of_no_known_kind_names_the_known_ones(tmp_path, capsys):
+    (tmp_path / "a.yml").write_text("some: thing\n")
+
+    code, said = _fit(capsys, "gpt2", "--from", tmp_path / "a.yml")
+
+    assert code == 2
+    assert all(kind in said for kind in ("axolotl", "LLaMA-Factory", "TRL", "torchtune", "accelerate", "ds_config.json"))

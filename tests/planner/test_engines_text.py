@@ -112,3 +112,23 @@ def test_whatever_is_stripped_every_character_keeps_its_place(text):
 
     assert len(stripped) == len(text)
     assert all(new == old or (new == " " and old != "\n") for old, new in zip(text, stripped, strict=True))
+
+
+def test_a_key_that_is_twice_in_a_yaml_file_is_a_mistake_with_both_lines(tmp_path):
+    (tmp_path / "a.yml").write_text("a: 1\nb:\n  c: 1\n  d: 2\n  c: 3\n")
+
+    with pytest.raises(UserError, match=r"'c' is there twice, in lines 3 and 5"):
+        read_file(tmp_path / "a.yml")
+
+
+def test_the_lines_of_keys_are_those_of_the_file(tmp_path):
+    (tmp_path / "a.yml").write_text("# what\na: 1\nb:\n  c: [1, {d: 2}]\n")
+
+    assert read_file(tmp_path / "a.yml").lines == {("a",): 2, ("b",): 3, ("b", "c"): 4, ("b", "c", "d"): 4}
+
+
+def test_aliases_of_aliases_are_looked_at_once(tmp_path):
+    lines = ["a0: &a0 [1]"] + [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 40)]
+    (tmp_path / "a.yml").write_text("\n".join(lines))
+
+    assert len(read_file(tmp_path / "a.yml").data) == 40

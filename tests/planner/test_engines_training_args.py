@@ -209,7 +209,7 @@ def test_a_deepspeed_file_that_disagrees_is_a_mistake_naming_both(ask, tmp_path)
         ({"output_dir": "x", "fsdp": "hybrid_shard"}, "under version 1 only"),
         ({"output_dir": "x", "fsdp": "fullshard"}, "Did you mean full_shard"),
         ({"output_dir": "x", "fsdp": [None]}, "expected words"),
-        ({"output_dir": "x", "deepspeed": "none.json"}, "none.json: no such file"),
+        ({"output_dir": "x", "deepspeed": "none.json"}, "names none.json, and there is no such file"),
         ({"output_dir": "x", "use_cpu": True}, "use_cpu"),
     ],
     ids=str,
