@@ -67,7 +67,12 @@ def max_seq_len(request: Request, traces: TraceSource) -> int | None:
 
 
 def _largest(at: Callable[[int], Request], low: int, high: int, start: int, traces: TraceSource) -> int | None:
-    """The largest n in [low, high] for which `at(n)` fits, if fitting is monotone.
+    """The largest n in [low, high] for which `at(n)` fits."""
+    return largest(lambda n: _fits(at(n), traces), low, high, start)
+
+
+def largest(answer: Callable[[int], tuple[bool, float]], low: int, high: int, start: int) -> int | None:
+    """The largest n in [low, high] that fits, if fitting is monotone.  `answer(n)`: (fits, share of the memory that is used).
 
     Live bytes grow almost linearly in n, so the boundary is guessed from the two points nearest to it.
     """
@@ -75,7 +80,7 @@ def _largest(at: Callable[[int], Request], low: int, high: int, start: int, trac
 
     def fits(n: int) -> bool:
         if n not in known:
-            known[n] = _fits(at(n), traces)
+            known[n] = answer(n)
         return known[n][0]
 
     good: int | None = None

@@ -253,7 +253,19 @@ def flags_of(command: str) -> set[str]:
 
 
 def test_the_flags_of_fit_are_those_that_scripts_rely_on():
-    assert flags_of("fit") == COMMON_FLAGS | {"--no-advice", "--strict", "--write", "--force", "--html", "--figure", "--json"}
+    assert flags_of("fit") == COMMON_FLAGS | {
+        "--no-advice",
+        "--strict",
+        "--max-batch",
+        "--max-seq",
+        "--min-gpus",
+        "--write",
+        "--force",
+        "--stack",
+        "--html",
+        "--figure",
+        "--json",
+    }
 
 
 def test_the_flags_of_trace_are_those_that_scripts_rely_on():
