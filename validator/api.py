@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ..planner.request import Request
     from ..planner.trace.source import TraceSource
 
+_HOW = ("timeout_s", "threads", "snapshot", "processes", "isolated", "traces")  # of `run`
 DEVICES = ("auto", "cpu", "cuda")
 # A CPU run asks nothing of a GPU's description; the request has a field for one all the same.
 ANY_GPU = "a100-sxm-80gb"
@@ -37,14 +38,14 @@ def validate(
     CPU and 0.01 on a GPU unless given.
 
     **Other arguments.**  `record`, `store`: whether and where the result is remembered.  `timeout_s`, `threads`, `snapshot`,
-    `isolated`, `traces`: see `run`.
+    `processes`, `isolated`, `traces`: see `run`.
 
     **Returns** a Comparison; a run that failed is one too, with its reason.
 
     **Raises** UserError for input that cannot be used, CannotTell for what is not modelled.
     """
-    how = {name: options.pop(name) for name in ("timeout_s", "threads", "snapshot", "isolated", "traces") if name in options}
-    target = resolve_device(device)
+    how = {name: options.pop(name) for name in _HOW if name in options}
+    target = resolve_device(device, options.get("gpus") or 1)
     comparison = run(request_for(model, target, steps=steps, **options), target, tolerance=tolerance, **how)
     if not record:
         return comparison
@@ -54,18 +55,18 @@ def validate(
     return replace(comparison, notes=(*comparison.notes, warning)) if warning else comparison
 
 
-def resolve_device(device: str) -> str:
-    """cpu or cuda."""
+def resolve_device(device: str, num_gpus: int = 1) -> str:
+    """cpu or cuda.  auto takes the GPUs where there are at least `num_gpus`; torch must be able to use them."""
     if device not in DEVICES:
         raise UserError(f"--device {device!r} is not known", f"Choose one of {', '.join(DEVICES)}")
     if device == "cpu":
         return device
     from ..hardware.detect import gpus
 
-    found = any(gpu.read_by == "torch" for gpu in gpus())  # a driver alone is not enough: torch must be able to use it
+    found = sum(gpu.read_by == "torch" for gpu in gpus())  # a driver alone is not enough
     if device == "cuda" and not found:
         raise UserError("--device cuda: torch can use no GPU on this machine", "Use --device cpu")
-    return "cuda" if found else "cpu"
+    return "cuda" if device == "cuda" or found >= num_gpus else "cpu"
 
 
 def request_for(model: Any, device: str, *, steps: int = 2, **options: Any) -> Request:
@@ -87,13 +88,15 @@ def run(
     timeout_s: float | None = None,
     threads: int | None = 1,
     snapshot: str | None = None,
+    processes: bool = False,
     isolated: bool = True,
     traces: TraceSource | None = None,
 ) -> Comparison:
     """Predicts, checks that there is room, runs, compares.
 
     `timeout_s`: a run that takes longer is stopped; None waits.  `threads`: of torch on the CPU, None for its own choice.
-    `snapshot`: where the GPU's memory history is written.  `isolated`: run in a process of its own; without it a crash of the
+    `snapshot`: where the GPU's memory history is written.  `processes`: on the CPU each rank of a strategy runs in a process of
+    its own, as on GPUs; else one process is one rank.  `isolated`: run in a process of its own; without it a crash of the
     run is a crash of the caller.  `traces`: where the trace comes from; a fresh `TraceSource` where it is left out.
     """
     from ..planner.trace.source import TraceSource
@@ -113,10 +116,15 @@ def run(
         raise CannotTell("flash_attention_2 runs on a GPU only. Use --attention sdpa for a run on the CPU")
     source = traces or TraceSource()
     if has_engine(request):
-        if device != "cpu":
-            what = f"--method {request.method}" if request.method != "full" else f"--strategy {request.strategy}"
-            raise CannotTell(f"{what} is validated on the CPU only, where one process can be any rank. Use --device cpu")
-        return run_engine(request, source, tolerance=tolerance)
+        if device == "cpu" and not processes:
+            return run_engine(request, source, tolerance=tolerance)
+        from .ranks import run_ranks
+
+        if snapshot is not None:
+            raise CannotTell("--snapshot with several processes is not written yet. Leave it out")
+        return run_ranks(request, source, device, tolerance=tolerance, timeout_s=timeout_s)
+    if processes:
+        raise UserError(f"--processes: --strategy {request.strategy} is one process", "Leave it out, or name a --strategy")
     if device == "cpu":
         trace, ours = predicted.on_cpu(request, source)
         check_room(request, ours.peak_bytes, lambda other: predicted.on_cpu(other, source)[1].peak_bytes, available_bytes())

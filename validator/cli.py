@@ -42,6 +42,11 @@ def add_commands(commands: Any) -> None:
     how.add_argument(
         "--tolerance", type=float, metavar="SHARE", help="how far the peaks may be apart (default: 0.001, GPU 0.01)"
     )
+    how.add_argument(
+        "--processes",
+        action="store_true",
+        help="on the CPU: run every rank of --strategy in a process of its own, as on GPUs (default: one process is one rank)",
+    )
     how.add_argument("--snapshot", metavar="FILE.pickle", help="write the GPU's memory history for pytorch.org/memory_viz")
     kept = parser.add_argument_group("the records")
     kept.add_argument("--record", action=argparse.BooleanOptionalAction, default=True, help="remember the result (default)")
@@ -163,7 +168,7 @@ def _compare(args: argparse.Namespace) -> Comparison:
         if getattr(args, option) < least:
             raise UserError(f"--{option} {getattr(args, option)}: must be {least} or more", "Leave it out for the default")
     _check_timeout(args.timeout)
-    device = resolve_device(args.device)
+    device = resolve_device(args.device, getattr(args, "gpus", None) or 1)
     args.gpu = "auto" if device == "cuda" else ANY_GPU
     request = request_from(args).but(iterations=args.steps)
     request.check()
@@ -175,6 +180,7 @@ def _compare(args: argparse.Namespace) -> Comparison:
             timeout_s=args.timeout,
             threads=args.threads or None,
             snapshot=args.snapshot,
+            processes=args.processes,
         )
     warning = remember(comparison, args.store) if args.record else None
     return replace(comparison, notes=(*comparison.notes, warning)) if warning else comparison

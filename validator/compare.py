@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .measurement import MOMENTS, STEPS, Usage
+from .measurement import DRIVER_USED, MOMENTS, STEPS, Usage
 
 TOLERANCE = {"cpu": 0.001, "cuda": 0.01}  # of the peak: on the CPU every event is known; CUDA's kernels allocate for themselves
 # Component -> the moment at which it is compared: when it is complete and nothing else has been dropped yet.
@@ -19,7 +19,7 @@ class Row:
     """One figure, both ways."""
 
     what: str
-    """peak, "after" (what a phase leaves), a component, or reserved."""
+    """peak, "after" (what a phase leaves), a component, reserved, or device (what nvidia-smi shows)."""
     phase: str = ""
     step: str = ""
     predicted_bytes: int
@@ -56,6 +56,10 @@ class Comparison:
     """Why nothing was measured, in one line."""
     notes: tuple[str, ...] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
+    rank: int | None = None
+    """Of which process; None where there is one, or one stands for all."""
+    ranks: tuple[Comparison, ...] = ()
+    """All of them, where each rank ran in a process of its own; this comparison then shows the most loaded one."""
 
     @property
     def peak(self) -> Row | None:
@@ -64,7 +68,7 @@ class Comparison:
 
     @property
     def agrees(self) -> bool:
-        return self.peak is not None and self.peak.within(self.tolerance)
+        return self.peak is not None and self.peak.within(self.tolerance) and all(rank.agrees for rank in self.ranks)
 
     @property
     def exit_code(self) -> int:
@@ -85,7 +89,13 @@ class Comparison:
             "measured": self.measured.to_json() if self.measured else None,
             "notes": list(self.notes),
             "versions": dict(self.versions),
+            **({"ranks": [rank.of_a_rank() for rank in self.ranks]} if self.ranks else {}),
         }
+
+    def of_a_rank(self) -> dict[str, Any]:
+        """What `to_json` says, without what all ranks share."""
+        own = ("outcome", "reason", "rows", "predicted", "measured")
+        return {"rank": self.rank, **{key: value for key, value in self.to_json().items() if key in own}}
 
     def __str__(self) -> str:
         from .report import render
@@ -99,6 +109,9 @@ def rows_of(predicted: Usage, measured: Usage) -> tuple[Row, ...]:
     if predicted.reserved_peak_bytes is not None and measured.reserved_peak_bytes is not None:
         ours_reserved, theirs_reserved = predicted.reserved_peak_bytes, measured.reserved_peak_bytes
         rows.append(Row(what="reserved", predicted_bytes=ours_reserved, measured_bytes=theirs_reserved))
+    if DRIVER_USED in predicted.detail and DRIVER_USED in measured.detail:
+        on_card, really = predicted.detail[DRIVER_USED], measured.detail[DRIVER_USED]
+        rows.append(Row(what="device", predicted_bytes=on_card, measured_bytes=really))
     for step in STEPS:
         for phase in MOMENTS:
             ours, theirs = predicted.phase(phase, step), measured.phase(phase, step)

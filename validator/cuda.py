@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from ..errors import UserError
 from ..files import write_whole
 from .loop import Running, run
-from .measurement import MOMENTS, STEPS, PhaseBytes, Usage
+from .measurement import DRIVER_USED, MOMENTS, STEPS, PhaseBytes, Usage
+from .out_of_memory import explained
 from .tensors import component_bytes
 
 if TYPE_CHECKING:
@@ -31,22 +32,26 @@ class Reading:
     peak_reserved_bytes: int
 
 
-def measure(request: Request, *, snapshot: str | None = None) -> Usage:
-    """Runs the steps of `request` on the first GPU.  `snapshot`: a file for the memory history, for pytorch.org/memory_viz."""
-    import torch
+class Meter:
+    """Reads torch.cuda's counters of the current GPU whenever a phase ends.  Call `mark` as each phase begins.
 
-    if not torch.cuda.is_available():
-        raise UserError("--device cuda: torch finds no GPU", "Use --device cpu")
-    running = Running()
-    readings: list[Reading] = []
-    components: dict[str, dict[str, int]] = {}
-    last: list[tuple[str, int]] = []
+    `where`: the phase that runs now, for whoever has to say where a run failed.
+    """
 
-    def mark(phase: str, iteration: int) -> None:
+    def __init__(self, running: Running, components_of: Callable[[Any, Any], Mapping[str, int]] | None = None) -> None:
+        self.running = running
+        self.where: tuple[str, int] | None = None
+        self._components_of = components_of or (lambda module, optimizer: component_bytes(module, optimizer, "cuda"))
+        self._readings: list[Reading] = []
+        self._components: dict[str, Mapping[str, int]] = {}
+
+    def mark(self, phase: str, iteration: int) -> None:
+        import torch
+
         torch.cuda.synchronize()
-        if last:
-            ended, at = last[-1]
-            readings.append(
+        if self.where is not None:
+            ended, at = self.where
+            self._readings.append(
                 Reading(
                     phase=ended,
                     iteration=at,
@@ -55,26 +60,40 @@ def measure(request: Request, *, snapshot: str | None = None) -> Usage:
                     peak_reserved_bytes=torch.cuda.max_memory_reserved(),
                 )
             )
-            if ended in MOMENTS and running.module is not None:
-                components[ended] = component_bytes(running.module, running.optimizer, "cuda")
+            if ended in MOMENTS and self.running.module is not None:
+                self._components[ended] = self._components_of(self.running.module, self.running.optimizer)
         torch.cuda.reset_peak_memory_stats()
-        last.append((phase, iteration))
+        self.where = (phase, iteration)
 
+    def usage(self) -> Usage:
+        """What was read so far, and what the driver says that this process holds."""
+        import torch
+
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        return usage(self._readings, self._components, gpu=properties.name, used_bytes=process_used_bytes(properties))
+
+
+def measure(request: Request, *, snapshot: str | None = None) -> Usage:
+    """Runs the steps of `request` on the first GPU.  `snapshot`: a file for the memory history, for pytorch.org/memory_viz."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise UserError("--device cuda: torch finds no GPU", "Use --device cpu")
+    running = Running()
+    meter = Meter(running)
     torch.cuda.init()  # type: ignore[no-untyped-call]
     torch.cuda.empty_cache()
     if snapshot is not None:
         torch.cuda.memory._record_memory_history(max_entries=_MAX_HISTORY, stacks="python")  # C++ frames take minutes
     try:
-        run(request, mark, device="cuda", running=running)
+        with explained(running, lambda: meter.where, "cuda"):
+            run(request, meter.mark, device="cuda", running=running)
         if snapshot is not None:
             write_snapshot(snapshot, torch.cuda.memory._snapshot())
     finally:
         if snapshot is not None:
             torch.cuda.memory._record_memory_history(enabled=None)
-    from ..hardware.detect import gpus
-
-    used = process_used_bytes(torch.cuda.get_device_properties(0))
-    return usage(readings, components, gpu=gpus()[0].name if gpus() else "cuda", used_bytes=used)
+    return meter.usage()
 
 
 def usage(
@@ -92,7 +111,7 @@ def usage(
     reserved = [r.peak_reserved_bytes for r in readings if r.phase in MOMENTS]
     detail: dict[str, Any] = {"gpu": gpu}
     if used_bytes is not None:
-        detail["driver_used_bytes"] = used_bytes
+        detail[DRIVER_USED] = used_bytes
     return Usage(
         counter="allocated",
         phases=tuple(found.values()),

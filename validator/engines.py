@@ -25,10 +25,11 @@ if TYPE_CHECKING:
     from ..planner.request import Request
     from ..planner.trace.source import TraceSource
     from ..planner.trace.steptrace import StepTrace
-    from .runtimes.deepspeed import Mark
+    from .runtimes.deepspeed import EngineCase, Mark
+    from .runtimes.torch_distributed import Parallel
     from .zero_suite import Predicted
 
-_TORCH = ("ddp", "fsdp1", "fsdp2", "hsdp")
+TORCH = ("ddp", "fsdp1", "fsdp2", "hsdp")
 _FAKE = "one rank of {gpus} runs on the CPU in torch's fake process group"
 _PROVES = "a CPU run proves what the engine allocates and when, not a GPU's kernels"
 
@@ -46,9 +47,9 @@ def run_engine(request: Request, traces: TraceSource, *, tolerance: float | None
     if request.method in ZEROTH_ORDER:
         judge = _zeroth_order
     else:
-        judge = _torch if request.strategy in _TORCH else _deepspeed
+        judge = _torch if request.strategy in TORCH else _deepspeed
         notes.append(_FAKE.format(gpus=request.gpus))
-    ours = _predicted(request, trace)
+    ours = predicted_on_cpu(request, trace)
     try:
         with _quiet_stderr():
             theirs = judge(request, trace)
@@ -84,7 +85,8 @@ def _quiet_stderr() -> Iterator[None]:
         os.close(before)
 
 
-def _predicted(request: Request, trace: StepTrace) -> Usage:
+def predicted_on_cpu(request: Request, trace: StepTrace) -> Usage:
+    """What a run on the CPU, where GPU and host are one, will use.  `trace`: of the CPU."""
     from ..planner.predict import host_needs, ledger_of
     from .predicted import usage_of
 
@@ -92,7 +94,7 @@ def _predicted(request: Request, trace: StepTrace) -> Usage:
     if request.strategy.startswith("zero"):
         from .zero_suite import predicted_marks
 
-        return _usage_of_marks(predicted_marks(ledger))
+        return usage_of_marks(predicted_marks(ledger))
     usage = usage_of(ledger)
     if request.method not in ZEROTH_ORDER:
         return usage
@@ -124,51 +126,75 @@ def _places(ours: Usage, theirs: Usage) -> list[Row]:
 
 
 def _torch(request: Request, trace: StepTrace) -> Usage:
-    from ..planner.strategies import MIXED, make_strategy
     from .cpu import leaf_outputs
     from .runtimes import torch_distributed
 
+    built, parallel = torch_engine(request, trace)
+    rank = getattr(parallel, "rank", request.rank or 0)
+    return torch_distributed.measure(built, parallel, leaf_outputs(trace), rank=rank)
+
+
+def torch_engine(request: Request, trace: StepTrace) -> tuple[Request, Parallel]:
+    """(what the model is built for, the settings of the engine around it)."""
+    from ..planner.strategies import MIXED, make_strategy
+
     strategy = make_strategy(request, trace)
-    rank = getattr(strategy, "rank", request.rank or 0)
     # the engine casts by itself: the model is made as it is stored
     built = request.but(precision="fp32") if request.precision in MIXED else request
-    return torch_distributed.measure(built, strategy, leaf_outputs(trace), rank=rank)  # type: ignore[arg-type]
+    if request.adapter_settings is not None:
+        built = _as_loaded(request)
+    return built, strategy  # type: ignore[return-value]
+
+
+def _as_loaded(request: Request) -> Request:
+    """Before an engine has it: a base as it is stored, and adapters in fp32 unless they were asked for otherwise."""
+    from ..planner.strategies import traced_as
+
+    made, asked = traced_as(request).adapter_settings, request.adapter_settings
+    assert made is not None
+    assert asked is not None
+    return request.but(
+        precision=request.precision.removesuffix("-mixed"), adapter=replace(made, adapter_dtype=asked.adapter_dtype)
+    )
 
 
 def _zeroth_order(request: Request, trace: StepTrace) -> Usage:
     from ..planner.strategies.zo_settings import ZoSettings
-    from .runtimes.zo.distzo2 import Layout
     from .runtimes.zo.run import ZoRun, run_zo
 
-    zo = request.zo or ZoSettings()
-    count = zo.offloading_blocks
-    run = ZoRun(
-        model=request.model,
-        method=request.method,  # type: ignore[arg-type]
-        layout=Layout(pert_size=zo.zo_pert, data_size=zo.zo_data, sliced=zo.zo_slice),
+    run = ZoRun.asked(
+        request.model,
+        request.method,
+        request.zo or ZoSettings(),
         precision=request.precision,
-        transfer_dtype=zo.host_dtype("float32") if zo.amp else None,  # type: ignore[arg-type]
-        communication="bucket" if zo.bucket else "tensor",
-        offloaded_blocks=None if count == "all" else tuple(range(count)),
-        overlap=zo.overlap,
         micro_batch_size=request.micro_batch_size,
         seq_len=request.seq_len,
         steps=request.loop.iterations,
-        attention=request.attention,  # type: ignore[arg-type]
-        loss=request.loss,  # type: ignore[arg-type]
-        use_cache=request.method == "mezo" and zo.use_cache,
+        attention=request.attention,
+        loss=request.loss,
         frozen=request.frozen,
     )
     return run_zo(run).ranks[request.rank or 0].usage()
 
 
 def _deepspeed(request: Request, trace: StepTrace) -> Usage:
-    """The real engine on this rank; its model is made from a config, so that of a user's own program is not."""
+    """The real engine on this rank."""
+    from .runtimes.deepspeed import run_cases
+
+    with tempfile.TemporaryDirectory(prefix="memplan-") as folder:
+        return usage_of_marks(run_cases([engine_case(request, trace, Path(folder))])[0])
+
+
+def engine_case(request: Request, trace: StepTrace, folder: Path) -> EngineCase:
+    """The engine's run of one rank; its model is made from a config in `folder`, so that of a user's own program is not.
+
+    Raises CannotTell for what is not part of such a run.
+    """
     from ..models import load
     from ..planner.engines.deepspeed_write import engine_config
     from ..planner.strategies import make_strategy
     from ..planner.strategies.deepspeed_engine import settings_of, steps_by_itself
-    from .runtimes.deepspeed import EngineCase, run_cases
+    from .runtimes.deepspeed import EngineCase
 
     spec, settings = request.model, settings_of(request)
     if spec.config is None:
@@ -179,31 +205,29 @@ def _deepspeed(request: Request, trace: StepTrace) -> Usage:
     config = engine_config(settings, stage, request.precision)
     if request.precision == "fp16-mixed":
         config["fp16"]["loss_scale"] = 1  # values are garbage: a step that overflows would be skipped
-    with tempfile.TemporaryDirectory(prefix="memplan-") as folder:
-        Path(folder, "config.json").write_text(json.dumps(spec.config), encoding="utf-8")
-        if load(folder).task != spec.task:
-            raise CannotTell(f"--task {spec.task}: DeepSpeed is validated for the task that the config names. Leave it out")
-        case = EngineCase(
-            reference=folder,
-            config=config,
-            precision=request.precision.removesuffix("-mixed"),
-            batch_size=request.micro_batch_size,
-            seq_len=request.seq_len,
-            recompute=request.recompute,
-            frozen=request.frozen,
-            world_size=request.gpus,
-            rank=getattr(make_strategy(request, trace), "rank", 0),
-            grad_accum_steps=request.loop.grad_accum_steps,
-            optimizer="deepspeed" if steps_by_itself(request, settings) else request.optimizer,
-            optimizer_impl="for-loop" if request.optimizer_impl == "default" else request.optimizer_impl,
-            groups=settings.optimizer_groups,
-            zero_init=settings.zero_init,
-            iterations=request.loop.iterations,
-        )
-        return _usage_of_marks(run_cases([case])[0])
+    (folder / "config.json").write_text(json.dumps(spec.config), encoding="utf-8")
+    if load(str(folder)).task != spec.task:
+        raise CannotTell(f"--task {spec.task}: DeepSpeed is validated for the task that the config names. Leave it out")
+    return EngineCase(
+        reference=str(folder),
+        config=config,
+        precision=request.precision.removesuffix("-mixed"),
+        batch_size=request.micro_batch_size,
+        seq_len=request.seq_len,
+        recompute=request.recompute,
+        frozen=request.frozen,
+        world_size=request.gpus,
+        rank=getattr(make_strategy(request, trace), "rank", 0),
+        grad_accum_steps=request.loop.grad_accum_steps,
+        optimizer="deepspeed" if steps_by_itself(request, settings) else request.optimizer,
+        optimizer_impl="for-loop" if request.optimizer_impl == "default" else request.optimizer_impl,
+        groups=settings.optimizer_groups,
+        zero_init=settings.zero_init,
+        iterations=request.loop.iterations,
+    )
 
 
-def _usage_of_marks(marks: Sequence[Mark | Predicted]) -> Usage:
+def usage_of_marks(marks: Sequence[Mark | Predicted]) -> Usage:
     """GPU and host together, which are one memory here; components as they are after the last step's phases."""
     phases: dict[tuple[str, str], PhaseBytes] = {}
     components = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -48,6 +48,7 @@ class Job:
         from ..models import ModelSpec
         from ..models.spec import FactoryRef
         from ..planner.loop import LoopFacts
+        from ..planner.question import _hints, _typed
         from ..planner.request import Request
 
         model = dict(data["model"])
@@ -55,9 +56,8 @@ class Job:
         model["folder"] = Path(model["folder"]) if model["folder"] else None
         if model["factory"]:
             model["factory"] = FactoryRef(**{**model["factory"], "path": Path(model["factory"]["path"])})
-        own: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in data["request"].items()
-        }
+        hints = _hints(Request)
+        own = {name: _typed(value, hints[name], name) for name, value in data["request"].items()}
         parts: dict[str, Any] = {
             "model": ModelSpec(**model),
             "device": Device.model_validate(data["gpu"]),
@@ -89,6 +89,8 @@ def read_json(path: str | os.PathLike[str]) -> Any:
 
 
 def _plain(value: Any) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        return _plain(asdict(value))
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, Mapping):

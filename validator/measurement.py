@@ -11,6 +11,7 @@ MOMENTS = ("init", *PHASES)
 STEPS = ("first", "later")
 COMPONENTS = ("param", "buffer", "grad", "optimizer_state")  # what tensors hold: the rest lives inside a pass
 Counter = Literal["live", "allocated", "reserved"]
+DRIVER_USED = "driver_used_bytes"  # in `Usage.detail`: what nvidia-smi shows for the process when the run is over
 
 
 @dataclass(frozen=True, kw_only=True)

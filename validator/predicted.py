@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .measurement import COMPONENTS, MOMENTS, STEPS, Counter, PhaseBytes, Usage
+from .measurement import COMPONENTS, DRIVER_USED, MOMENTS, STEPS, Counter, PhaseBytes, Usage
 
 if TYPE_CHECKING:
     from ..planner.ledger import Ledger
@@ -26,14 +26,20 @@ def on_cpu(request: Request, traces: TraceSource) -> tuple[StepTrace, Usage]:
 
 def on_cuda(request: Request, traces: TraceSource) -> tuple[StepTrace, Usage]:
     """The trace for the request's GPU, and what torch.cuda's counters will say."""
+    trace = traces.step(request)
+    return trace, usage_on_cuda(request, trace)
+
+
+def usage_on_cuda(request: Request, trace: StepTrace) -> Usage:
+    """What torch.cuda's counters and the driver will say of the rank that `request` names."""
     from ..planner.allocator.config import AllocConf
     from ..planner.predict import ledger_of, replay_ledger
 
-    trace = traces.step(request)
     ledger = ledger_of(request, trace)
     played = replay_ledger(ledger, AllocConf.parse(request.alloc_conf))
     usage = usage_of(ledger, np.array(played.allocated_series, np.int64), counter="allocated")
-    return trace, replace(usage, reserved_peak_bytes=played.peak_reserved_bytes)
+    detail = {DRIVER_USED: played.peak_reserved_bytes + request.device.context_bytes}
+    return replace(usage, reserved_peak_bytes=played.peak_reserved_bytes, detail=detail)
 
 
 def usage_of(ledger: Ledger, series: np.ndarray | None = None, *, counter: Counter = "live") -> Usage:

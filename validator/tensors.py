@@ -7,7 +7,10 @@ from typing import Any
 
 
 def component_bytes(module: Any, optimizer: Any, device: str = "cpu") -> dict[str, int]:
-    """COMPONENTS -> bytes of the storages on `device`; a storage counts for the first component that holds it."""
+    """COMPONENTS -> bytes of the storages on `device`; a storage counts for the first component that holds it.
+
+    A DTensor counts by the shard that lies here.
+    """
     seen: set[int] = set()
     state = [v for values in optimizer.state.values() for v in _tensors(values)] if optimizer is not None else []
     grads = [p.grad for p in module.parameters() if p.grad is not None]
@@ -25,7 +28,7 @@ def plain_tensor_bytes(module: Any, device: str = "cpu") -> int:
 def _bytes(tensors: Iterable[Any], seen: set[int], device: str) -> int:
     total = 0
     for tensor in tensors:
-        storage = tensor.untyped_storage()
+        storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
         if storage.device.type == device and storage._cdata not in seen:
             seen.add(storage._cdata)
             total += storage.nbytes()

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from ..errors import MemplanError
 from ..files import write_whole
 from .job import Job, Outcome, read_json
+from .launch import says_where
 
 
 def run_job(job: Job) -> Outcome:
@@ -31,10 +32,11 @@ def run_job(job: Job) -> Outcome:
     except MemoryError:
         return Outcome(reason="the run ran out of host memory (MemoryError)")
     except Exception as error:
-        return Outcome(reason=f"the run raised {_one_line(error)}")
+        return Outcome(reason=f"the run raised {one_line(error)}")
 
 
-def _one_line(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
+    """The kind of the error and what it says."""
     text = " ".join(str(error).split())
     kind = type(error).__name__
     if "not enough memory" in text or kind == "OutOfMemoryError":
@@ -44,6 +46,7 @@ def _one_line(error: BaseException) -> str:
 
 def main(argv: Sequence[str]) -> int:
     job_file, outcome_file = argv
+    says_where()
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own chatter
     job = Job.from_json(read_json(job_file))
     if job.request.alloc_conf:  # read when torch is imported; the second name is the one before torch 2.9

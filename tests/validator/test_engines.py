@@ -1,7 +1,7 @@
 """`memplan validate` with a strategy or a zeroth-order method: another engine than the plain loop is run and compared."""
 
 import pytest
-from memplan.errors import CannotTell
+from memplan.errors import CannotTell, UserError
 from memplan.planner.strategies.zo_settings import ZoSettings
 from memplan.planner.trace.source import TraceSource
 from memplan.validator.api import request_for, run
@@ -83,6 +83,11 @@ def test_a_plain_loop_needs_no_engine():
     assert has_engine(asked(OPT, method="mezo"))
 
 
-def test_an_engine_on_a_gpu_is_not_run_instead_of_one_on_the_cpu(traces):
-    with pytest.raises(CannotTell, match="--strategy ddp is validated on the CPU only"):
+def test_an_engine_needs_as_many_gpus_as_ranks_and_is_not_run_on_the_cpu_instead(traces, monkeypatch):
+    from memplan.hardware import detect
+
+    monkeypatch.setattr(detect, "gpus", tuple)
+    with pytest.raises(UserError, match=r"--strategy ddp --gpus 2: torch finds 0 here.*--device cpu"):
         run(asked(strategy="ddp", gpus=2), "cuda", traces=traces)
+    with pytest.raises(CannotTell, match=r"--method mezo.*Use --device cpu"):
+        run(asked(OPT, method="mezo", gpus=1), "cuda", traces=traces)

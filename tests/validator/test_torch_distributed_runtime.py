@@ -151,31 +151,6 @@ def test_a_wrong_prediction_is_seen():
         assert_equal(rows_of(usage_of(ledger), real))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("make", [lambda: DistributedDataParallel(2, VIEW), lambda: FullyShard(2, MIXED)], ids=["ddp", "fsdp2"])
-def test_processes_that_really_talk_to_each_other_use_what_the_fake_group_does(make):
-    request = asked(LLAMA)
-    trace = _trace(request.but(precision="bf16") if make().name == "fsdp2" else request)
-    fake = torch_distributed.measure(request, make(), leaf_outputs(trace), rank=1)
-    real = torch_distributed.measure(request, make(), leaf_outputs(trace), rank=1, backend="gloo")
-    rows = rows_of(fake, real)
-    assert {r.difference_bytes for r in rows if r.what not in ("peak", "after")} == {0}
-    # gloo's two threads hold on to the last message of each as they like: a bucket, or a copy of a reduce-scatter's input
-    message = sum(p.nbytes for p in trace.params) if make().name == "ddp" else largest_message(trace)
-    extra = [-r.difference_bytes for r in rows if r.what in ("peak", "after")]
-    assert min(extra) >= 0
-    assert max(extra) <= 3 * message  # and one on its way
-
-
-def largest_message(trace) -> int:
-    """Bytes of the gradients of the largest block, in fp32: the largest input of a reduce-scatter."""
-    sizes: dict[str, int] = {}
-    for slot in trace.params:
-        block = ".".join(slot.fqn.split(".")[:3]) if ".layers." in slot.fqn else ""
-        sizes[block] = sizes.get(block, 0) + 4 * slot.numel
-    return max(sizes.values())
-
-
 def test_the_process_group_is_gone_after_a_run():
     import torch.distributed as dist
 

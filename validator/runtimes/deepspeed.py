@@ -20,12 +20,15 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...errors import CannotTell
 
+if TYPE_CHECKING:
+    from ..cuda import Meter
+
 _TIMEOUT_S = 600
-_ENVIRONMENT = {
+ENVIRONMENT = {
     "DS_ACCELERATOR": "cpu",
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
@@ -54,6 +57,8 @@ class EngineCase:
     groups: str = "one"  # one: all parameters; decay: the two groups of transformers' Trainer
     zero_init: bool = False  # the model is made under `deepspeed.zero.Init`
     iterations: int = 2
+    backend: str = "fake"  # fake: alone; gloo or nccl: one of `world_size` processes, which meet in `store`
+    store: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +85,7 @@ def run_cases(cases: Sequence[EngineCase], *, timeout_s: float = _TIMEOUT_S) -> 
             json.dump([asdict(case) for case in cases], stream)
         done = subprocess.run(
             [sys.executable, "-m", __name__, question, answer],
-            env={**os.environ, **_ENVIRONMENT},
+            env={**os.environ, **ENVIRONMENT},
             capture_output=True,
             text=True,
             timeout=timeout_s,
@@ -110,23 +115,28 @@ def _last_line(text: str) -> str:
 # -- inside the worker ---------------------------------------------------------------------------------------------------
 
 
-def run_here(case: EngineCase) -> list[Mark]:
-    """Runs one case in this process, which can do no other afterwards: the process group stays."""
+def run_here(case: EngineCase, *, meter: Meter | None = None) -> list[Mark]:
+    """Runs one case in this process, which can do no other afterwards: the process group stays.
+
+    `meter`: reads the GPU as phases begin, for a case of the nccl backend; the marks then count the host alone.
+    """
     import torch
 
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    _join_fake_group(case)
-    _play_alone()
+    _join_group(case)
+    if case.backend == "fake":
+        _play_alone()
     import deepspeed
 
     from ...models import load
     from ...planner.trace.options import TraceOptions
     from ...planner.trace.prepare import ready
+    from ..loop import _to_device
     from ..zero_held import Registry, file_bytes, held_bytes
-    from ..zero_ops import install
+    from ..zero_ops import Storages, Watched, install
 
-    watched = install()
+    watched = install() if meter is None else Watched(Storages(), Storages())  # a GPU's machine has the real kernels
     swapped = tempfile.mkdtemp()
     config = {
         **_with_folder(case.config, swapped),
@@ -159,17 +169,28 @@ def run_here(case: EngineCase) -> list[Mark]:
                               live_bytes=live, peak_bytes=peak, file_bytes=file_bytes(swapped)))  # fmt: skip
             registry.peak_bytes = live
 
+        def begin(phase: str, iteration: int) -> None:
+            if meter is not None:
+                meter.running.module, meter.running.optimizer = engine.module, engine.optimizer
+                meter.mark(phase, iteration)
+
         mark("init", 0, 0)
         for iteration in range(case.iterations):
             for micro_batch in range(case.grad_accum_steps):
+                begin("forward", iteration)
                 batch = built.make_batch(case.batch_size, case.seq_len)
+                if meter is not None:
+                    batch = _to_device(batch, "cuda")
                 registry.see(list(batch.values()))
                 loss = built.step(engine, batch)
                 mark("forward", iteration, micro_batch)
+                begin("backward", iteration)
                 engine.backward(loss)
                 mark("backward", iteration, micro_batch)
+                begin("step", iteration)
                 engine.step()
             mark("step", iteration, case.grad_accum_steps - 1)
+        begin("end", case.iterations - 1)
     shutil.rmtree(swapped)
     return marks
 
@@ -212,19 +233,36 @@ def _optimizer(case: EngineCase, module: Any) -> Any:
     return DeepSpeedCPUAdam(groups, fp32_optimizer_states=not case.config.get("bf16", {}).get("bf16_optimizer_states", False))
 
 
-def _join_fake_group(case: EngineCase) -> None:
+def _join_group(case: EngineCase) -> None:
     import deepspeed
     import torch.distributed
     from deepspeed.ops import __compatible_ops__
-    from torch.testing._internal.distributed.fake_pg import FakeStore
 
     os.environ.update(RANK=str(case.rank), LOCAL_RANK=str(case.rank), WORLD_SIZE=str(case.world_size))
+    if case.backend == "nccl":
+        _meet(case)
+        return
     __compatible_ops__["deepspeed_shm_comm"] = False  # else the CPU accelerator compiles it
     # DeepSpeed asks whether the CPU has fast 16-bit matmuls; torch computes without them, and sizes are the same
     accelerator = type(deepspeed.accelerator.get_accelerator())
     accelerator.is_fp16_supported = accelerator.is_bf16_supported = lambda self: True
+    if case.backend != "fake":
+        _meet(case)
+        return
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
     torch.distributed.init_process_group("fake", rank=case.rank, world_size=case.world_size, store=FakeStore())
     deepspeed.init_distributed("fake")
+
+
+def _meet(case: EngineCase) -> None:
+    """One of several processes: they find each other in a file."""
+    import deepspeed
+    import torch.distributed as dist
+
+    store = dist.FileStore(case.store, case.world_size)
+    dist.init_process_group(case.backend, store=store, rank=case.rank, world_size=case.world_size)
+    deepspeed.init_distributed(case.backend)
 
 
 def _play_alone() -> None:
@@ -272,14 +310,17 @@ def _in_fork(case: EngineCase) -> dict[str, Any]:
     return dict(json.loads(text)) if text else {"error": "the process died"}
 
 
-def main(question: str, answer: str) -> None:
-    # imported once, before the forks: what takes seconds
+def import_once() -> None:
+    """What takes seconds, and what must not be imported in the middle of a run."""
     import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401  by the first reduction
     import transformers.modeling_utils  # noqa: F401
 
     from ...models import builder  # noqa: F401
     from ...planner.trace import prepare  # noqa: F401
 
+
+def main(question: str, answer: str) -> None:
+    import_once()  # before the forks
     with open(question, encoding="utf-8") as stream:
         cases = [EngineCase(**{**case, "frozen": tuple(case["frozen"])}) for case in json.load(stream)]
     results = [_in_fork(case) for case in cases]

@@ -1,7 +1,8 @@
-"""torch's own DDP and FSDP2 (`fully_shard`), run for real on the CPU by one rank of a group of any size.
+"""torch's own DDP and FSDP, run for real: on the CPU by one rank of a group of any size, or by N processes, one a rank.
 
-The group is torch's *fake* one: every collective returns at once and moves nothing, so a single process is rank r of N and
-allocates what that rank allocates.  `backend="gloo"` runs N processes that talk to each other, as a check of the fake group.
+Alone, the group is torch's *fake* one: every collective returns at once and moves nothing, so a single process is rank r of N
+and allocates what that rank allocates.  With others (`validator.ranks`) it is gloo's on CPUs and NCCL's on GPUs; nothing else
+differs.
 
 Known limits: the fake group has no buffers of its own (gloo keeps its last message).  It hands over no result, so DDP gets a
 communication hook there; with one, the reducer copies gradients into its buckets in the same way.
@@ -10,17 +11,30 @@ communication hook there; with one, the reducer copies gradients into its bucket
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
-import os
-import tempfile
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..cpu import _PREFIX, Outputs, Recorded, _random_state_on_host, _with_addresses, parse, usage
-from ..loop import HOST, _Held, _no_garbage_collection, _step, _to_device
+from ..cpu import (
+    _PREFIX,
+    Outputs,
+    Profile,
+    Recorded,
+    Span,
+    _inside,
+    _random_state_on_host,
+    _with_addresses,
+    parse,
+    usage,
+)
+from ..cuda import Meter
+from ..loop import HOST, Mark, Running, _Held, _no_garbage_collection, _step, _to_device
 from ..measurement import MOMENTS, Usage
-from ..tensors import plain_tensor_bytes
+from ..out_of_memory import explained
+from ..tensors import component_bytes, plain_tensor_bytes
 
 if TYPE_CHECKING:
     from ...planner.request import Request
@@ -30,8 +44,12 @@ if TYPE_CHECKING:
 
     Parallel = DistributedDataParallel | FullyShard | FullySharded
 
-Backend = Literal["fake", "gloo"]
+Backend = Literal["fake", "gloo", "nccl"]
 # What these make and drop inside is the CPU kernels' own: CUDA's copy without a temporary (ATen/native/cuda/TensorShape.cu).
+# What FSDP calls; the `single` ones are torch 2.13's names of the others.
+_COLLECTIVES = ("all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor", "reduce_scatter_single", "all_reduce")
+_PATIENCE_S = 1.0  # more than a thread needs to leave a message
+_SENDS = "c10d::"  # the profiler's name of a collective, up to when it is on its way
 _COPIES: Outputs = {"aten::_chunk_cat": [[]], "aten::split_with_sizes_copy": [[]], "aten::_foreach_copy_": [[]]}
 
 
@@ -43,45 +61,42 @@ class Rank:
     world_size: int
     backend: Backend = "fake"
     store: str = ""
-    """A file that the processes of a gloo group meet in."""
+    """A file that the processes of a group meet in."""
+    local_rank: int = 0
+    """The GPU of an nccl group."""
+
+    @property
+    def device(self) -> str:
+        return "cuda" if self.backend == "nccl" else "cpu"
 
 
-def measure(request: Request, parallel: Parallel, outputs: Outputs, *, rank: int = 0, backend: Backend = "fake") -> Usage:
-    """Runs the steps of `request` as rank `rank` of `parallel.world_size` under `parallel`'s settings.
+def measure(request: Request, parallel: Parallel, outputs: Outputs, *, rank: int = 0, place: Rank | None = None) -> Usage:
+    """Runs the steps of `request` as one rank under `parallel`'s settings.
 
-    `outputs`: of the trace, see `cpu.leaf_outputs`.  With gloo all ranks run, each in a process of its own.
-    Raises RuntimeError where one of them fails.
+    `outputs`: of the trace, see `cpu.leaf_outputs`.  `place`: this process among others; None: alone, as rank `rank`.
+    Raises OutOfMemory where a GPU has no room, RuntimeError where the engine fails.
     """
-    if backend == "gloo":
-        return _measure_all(request, parallel, outputs)[rank]
-    return _measure_one(request, parallel, outputs, Rank(rank=rank, world_size=parallel.world_size))
-
-
-def _measure_one(request: Request, parallel: Parallel, outputs: Outputs, place: Rank) -> Usage:
     import torch
 
+    place = place or Rank(rank=rank, world_size=parallel.world_size)
     before = torch.get_num_threads()
     torch.set_num_threads(1)  # some kernels allocate scratch per thread
     try:
         with _group(place):
+            if place.device == "cuda":
+                return _measure_on_gpu(request, parallel, place)
             recorded = record(request, parallel, place)
     finally:
         torch.set_num_threads(before)
     return usage(recorded.profile, recorded.components, {**outputs, **_COPIES}, constant_bytes=recorded.constant_bytes)
 
 
-def _measure_all(request: Request, parallel: Parallel, outputs: Outputs) -> list[Usage]:
-    """One process a rank; they meet in a file."""
-    import multiprocessing
-    from concurrent.futures import ProcessPoolExecutor
-
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory(prefix="memplan-") as folder:
-        store = os.path.join(folder, "store")
-        ranks = [Rank(rank=r, world_size=parallel.world_size, backend="gloo", store=store) for r in range(parallel.world_size)]
-        # not a Pool, which would start a rank that died again and again, for ever
-        with ProcessPoolExecutor(len(ranks), mp_context=context) as pool:
-            return [f.result() for f in [pool.submit(_measure_one, request, parallel, outputs, place) for place in ranks]]
+def _measure_on_gpu(request: Request, parallel: Parallel, place: Rank) -> Usage:
+    running = Running()
+    meter = Meter(running)
+    with explained(running, lambda: meter.where, "cuda"):
+        _run(request, parallel, place, meter.mark, running)
+    return meter.usage()
 
 
 @contextlib.contextmanager
@@ -94,11 +109,51 @@ def _group(place: Rank) -> Iterator[None]:
         store: Any = FakeStore()
     else:
         store = dist.FileStore(place.store, place.world_size)
+    if place.device == "cuda":
+        import torch
+
+        torch.cuda.set_device(place.local_rank)
     dist.init_process_group(place.backend, store=store, rank=place.rank, world_size=place.world_size)
+    try:
+        with _let_go() if place.backend == "gloo" else contextlib.nullcontext():
+            yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _let_go() -> Iterator[None]:
+    """Collectives return when gloo's threads hold none of their tensors any more.
+
+    Else a thread can be the last to drop one, and what it drops the profiler does not see.
+    """
+    import torch
+    import torch.distributed as dist
+
+    def users(tensors: Sequence[Any]) -> list[int]:
+        return [torch._C._storage_Use_Count(t.untyped_storage()._cdata) for t in tensors]
+
+    def patient(collective: Any) -> Any:
+        @functools.wraps(collective)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)]
+            before = users(tensors)
+            result = collective(*args, **kwargs)
+            until = time.monotonic() + _PATIENCE_S
+            while result is None and users(tensors) != before and time.monotonic() < until:
+                time.sleep(0)
+            return result
+
+        return call
+
+    originals = {name: getattr(dist, name) for name in _COLLECTIVES if hasattr(dist, name)}
+    for name, collective in originals.items():
+        setattr(dist, name, patient(collective))
     try:
         yield
     finally:
-        dist.destroy_process_group()
+        for name, collective in originals.items():
+            setattr(dist, name, collective)
 
 
 def record(request: Request, parallel: Parallel, place: Rank) -> Recorded:
@@ -107,18 +162,17 @@ def record(request: Request, parallel: Parallel, place: Rank) -> Recorded:
     from torch.profiler import ProfilerActivity, record_function
 
     gc.collect()  # nothing made before may die inside
-    running: list[Any] = [None, None]  # module and optimizer
+    running = Running()
     components: dict[str, dict[str, int]] = {}
     constant_bytes = 0
     last: list[str] = []
 
     def mark(phase: str, iteration: int) -> None:
         nonlocal constant_bytes
-        module, optimizer = running
-        if last and last[-1] == "build" and module is not None:
-            constant_bytes = plain_tensor_bytes(module)
-        if last and last[-1] in MOMENTS and module is not None:
-            components[last[-1]] = _component_bytes(module, optimizer)
+        if last and last[-1] == "build" and running.module is not None:
+            constant_bytes = plain_tensor_bytes(running.module)
+        if last and last[-1] in MOMENTS and running.module is not None:
+            components[last[-1]] = component_bytes(running.module, running.optimizer)
         with record_function(f"{_PREFIX}{phase} {iteration}"):
             pass
         last.append(phase)
@@ -126,10 +180,33 @@ def record(request: Request, parallel: Parallel, place: Rank) -> Recorded:
     with torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler, _random_state_on_host():
         _run(request, parallel, place, mark, running)
     results = profiler.profiler.kineto_results
-    return Recorded(_with_addresses(parse(results.events()), results.experimental_event_tree()), components, constant_bytes)
+    events = results.events()
+    profile = _with_addresses(parse(events), results.experimental_event_tree())
+    sent = [Span(e.start_ns(), e.start_ns() + e.duration_ns(), e.name()) for e in events if e.name().startswith(_SENDS)]
+    return Recorded(_without_messages(profile, sorted(sent, key=lambda s: s.start_ns)), components, constant_bytes)
 
 
-def _run(request: Request, parallel: Parallel, place: Rank, mark: Callable[[str, int], None], running: list[Any]) -> None:
+def _without_messages(profile: Profile, sent: Sequence[Span]) -> Profile:
+    """The profile without what a collective makes for itself: its results lie in tensors that it was given.
+
+    gloo copies what it sends and drops the copy in a thread of its own, which the profiler does not see; NCCL copies nothing.
+    """
+    made: dict[int, int] = {}  # address of a message's copy -> bytes
+    dropped: set[int] = set()
+    inside = _inside(profile, sent)
+    for index, event in enumerate(profile.events):
+        if event.delta_bytes > 0:
+            made.pop(event.address, None)  # dropped unseen: the address is another's now
+            if index in inside:
+                made[event.address] = event.delta_bytes
+                dropped.add(index)
+        elif made.get(event.address) == -event.delta_bytes:
+            del made[event.address]
+            dropped.add(index)
+    return replace(profile, events=tuple(e for i, e in enumerate(profile.events) if i not in dropped))
+
+
+def _run(request: Request, parallel: Parallel, place: Rank, mark: Mark, running: Running) -> None:
     """The loop of `validator.loop`, with the module wrapped, and without averaging in all but the last micro step."""
     import torch
 
@@ -138,19 +215,19 @@ def _run(request: Request, parallel: Parallel, place: Rank, mark: Callable[[str,
     from ...planner.trace.prepare import ready
     from ...planner.trace.source import trace_options
 
-    loop = request.loop
+    loop, device = request.loop, place.device
     torch.manual_seed(0)
     mark("build", 0)
-    built = ready(request.model, trace_options(request, "cpu"))
-    running[0] = built.module
+    built = ready(request.model, trace_options(request, device), real=device == "cuda")
+    running.module = built.module
     gc.collect()
     mark(HOST, 0)  # the mesh's table of ranks, 4 bytes each, lies on the host
     mesh = _mesh(place)
     mark("init", 0)
     module = _wrap(built.module, parallel, place, mesh)
-    running[0] = module
+    running.module = module
     optimizer = make_optimizer(request.optimizer, request.optimizer_impl, [p for p in module.parameters() if p.requires_grad])
-    running[1] = optimizer
+    running.optimizer = optimizer
     mark(HOST, 0)
     host_batch = built.make_batch(
         request.micro_batch_size, request.seq_len, target_len=request.target_len, image_size=request.image_size
@@ -167,9 +244,9 @@ def _run(request: Request, parallel: Parallel, place: Rank, mark: Callable[[str,
             for micro_batch in range(loop.grad_accum_steps):
                 last = micro_batch == loop.grad_accum_steps - 1
                 mark("forward", iteration)
-                batch = _to_device(host_batch, "cpu")
+                batch = _to_device(host_batch, device)
                 with _averaging(module, last or not parallel.settings.no_sync):
-                    with torch.autocast("cpu", dtype=getattr(torch, narrow)) if narrow else contextlib.nullcontext():
+                    with torch.autocast(device, dtype=getattr(torch, narrow)) if narrow else contextlib.nullcontext():
                         loss = built.step(module, batch)
                     mark("backward", iteration)
                     if loop.zero_grad == "before-backward" and micro_batch == 0:
@@ -186,7 +263,7 @@ def _run(request: Request, parallel: Parallel, place: Rank, mark: Callable[[str,
 def _mesh(place: Rank) -> Any:
     from torch.distributed.device_mesh import init_device_mesh
 
-    return init_device_mesh("cpu", (place.world_size,))
+    return init_device_mesh(place.device, (place.world_size,))
 
 
 def _wrap(module: Any, parallel: Parallel, place: Rank, mesh: Any) -> Any:
@@ -195,7 +272,7 @@ def _wrap(module: Any, parallel: Parallel, place: Rank, mesh: Any) -> Any:
 
     if isinstance(parallel, DistributedDataParallel):
         return _ddp(module, parallel, place)
-    return _fsdp1(module, parallel) if isinstance(parallel, FullySharded) else _fsdp2(module, parallel, mesh)
+    return _fsdp1(module, parallel, place) if isinstance(parallel, FullySharded) else _fsdp2(module, parallel, mesh)
 
 
 def _ddp(module: Any, parallel: DistributedDataParallel, place: Rank) -> Any:
@@ -203,10 +280,12 @@ def _ddp(module: Any, parallel: DistributedDataParallel, place: Rank) -> Any:
 
     settings = parallel.settings
     wrapped = torch.nn.parallel.DistributedDataParallel(
-        module,
+        module.to(place.device),
+        device_ids=[place.local_rank] if place.device == "cuda" else None,
         bucket_cap_mb=settings.bucket_cap_mb,
         gradient_as_bucket_view=settings.gradient_as_bucket_view,
         forward_sync_buffers=settings.broadcast_buffers,
+        init_sync=place.backend != "gloo",  # whose threads drop the copies unseen; one seed made all ranks equal
     )
     if place.backend == "fake":
         wrapped.register_comm_hook(None, lambda _, bucket: _done(bucket.buffer()))  # DDP refuses other annotations than its own
@@ -244,7 +323,7 @@ def _fsdp2(module: Any, parallel: FullyShard, mesh: Any) -> Any:
     return fully_shard(module, **how)
 
 
-def _fsdp1(module: Any, parallel: FullySharded) -> Any:
+def _fsdp1(module: Any, parallel: FullySharded, place: Rank) -> Any:
     import torch
     from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 
@@ -257,9 +336,15 @@ def _fsdp1(module: Any, parallel: FullySharded) -> Any:
         listed = longest_list([(n, type(m).__name__) for n, m in module.named_modules()])
         blocks = {module.get_submodule(n) for n in listed}
 
-    def policy(module: Any, recurse: bool, nonwrapped_numel: int) -> bool:
+    def of_blocks(module: Any, recurse: bool, nonwrapped_numel: int) -> bool:
         return recurse or module in blocks
 
+    policy: Any = of_blocks
+
+    if hasattr(module, "peft_config") and settings.auto_wrap_policy == "TRANSFORMER_BASED_WRAP":
+        from peft.utils.other import fsdp_auto_wrap_policy
+
+        policy = fsdp_auto_wrap_policy(module)
     names = ("param_dtype", "reduce_dtype", "buffer_dtype")
     dtypes: dict[str, Any] = {n: getattr(torch, d) for n in names if (d := getattr(settings, n)) is not None}
     narrow = MixedPrecision(**dtypes) if dtypes else None
@@ -270,7 +355,7 @@ def _fsdp1(module: Any, parallel: FullySharded) -> Any:
         auto_wrap_policy=policy if settings.auto_wrap_policy != "NO_WRAP" else None,
         backward_prefetch=BackwardPrefetch[ahead] if ahead else None,
         mixed_precision=narrow,
-        device_id=torch.device("cpu"),
+        device_id=torch.device("cuda", place.local_rank) if place.device == "cuda" else torch.device("cpu"),
         forward_prefetch=settings.forward_prefetch,
         limit_all_gathers=settings.limit_all_gathers,
         use_orig_params=settings.use_orig_params,
@@ -286,20 +371,3 @@ def _averaging(module: Any, on: bool) -> Iterator[None]:
         return
     with contextlib.nullcontext() if on else module.no_sync():
         yield
-
-
-def _component_bytes(module: Any, optimizer: Any) -> dict[str, int]:
-    """COMPONENTS -> bytes, by `tensors.component_bytes`'s rule; a DTensor counts by the shard that lies here."""
-    seen: set[int] = set()
-    state = [v for s in (optimizer.state.values() if optimizer is not None else ()) for v in s.values()]
-    grads = [p.grad for p in module.parameters() if p.grad is not None]
-    parts = (("param", module.parameters()), ("buffer", module.buffers()), ("grad", grads), ("optimizer_state", state))
-    found = {}
-    for name, tensors in parts:
-        found[name] = 0
-        for tensor in tensors:
-            local = getattr(tensor, "_local_tensor", tensor)
-            if hasattr(local, "untyped_storage") and local.untyped_storage()._cdata not in seen:
-                seen.add(local.untyped_storage()._cdata)
-                found[name] += local.untyped_storage().nbytes()
-    return found
