@@ -234,6 +234,9 @@ def _the_rest(file: DeepSpeedFile) -> None:
         if isinstance(clip, bool) or not isinstance(clip, int | float) or clip < 0:
             raise file.wrong("gradient_clipping", clip, "expected a norm, or 0 for none")
         file.said["clip_grad_norm"] = Said(clip > 0, "gradient_clipping")
+    if file.settings.get("compute_grad_norm") is False and clip != 0:
+        why = "DeepSpeed clips at 1 by default" if clip is None else "DeepSpeed clips by the norm"
+        raise file.wrong("zero_optimization.compute_grad_norm", False, f"it needs gradient_clipping 0: {why}")
     checkpointing = schema.block(file.data, "activation_checkpointing")
     if checkpointing:
         file.notes.append(

@@ -2,21 +2,23 @@
 
 Source: deepspeed 0.19.8, deepspeed/runtime/zero/stage_1_and_2.py, `DeepSpeedZeroOptimizer.__init__` (alignment, padding)
 and `get_partition_info`.  For P elements on N ranks the flat length is L = ceil(P / 2N) * 2N and a partition has L / N
-elements; all padding lies at the end.
+elements; all padding lies at the end, and with `parameter_alignment` also before parameters.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...errors import UserError
-from ..trace.steptrace import StepTrace, TensorSlot
+from ..trace.steptrace import ITEMSIZE, StepTrace, TensorSlot
 
 _NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 REDUCED_AT_ONCE = 500_000_000  # elements; deepspeed/runtime/engine.py, MEMORY_OPT_ALLREDUCE_SIZE
 _ALIGNMENT = 2  # elements; `nccl_start_alignment_factor`: 4 bytes of a 16-bit dtype
+_PARAMETER_ALIGNMENT = 16  # bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +66,13 @@ def round_robin(params: Sequence[TensorSlot], world_size: int) -> list[TensorSlo
     return [param for start in range(world_size) for param in params[start::world_size]]
 
 
-def flat_group(params: Sequence[TensorSlot], world_size: int, rank: int) -> FlatGroup:
-    """`params` in the optimizer's order, cut among `world_size` ranks."""
+def flat_group(params: Sequence[TensorSlot], world_size: int, rank: int, *, aligned: bool = False) -> FlatGroup:
+    """`params` in the optimizer's order, cut among `world_size` ranks.  `aligned`: `parameter_alignment`."""
     starts, position = [], 0
     for param in params:
+        if aligned:
+            multiple = _PARAMETER_ALIGNMENT // math.gcd(_PARAMETER_ALIGNMENT, ITEMSIZE[param.dtype])
+            position = -(-position // multiple) * multiple
         starts.append(position)
         position += param.numel
     alignment = _ALIGNMENT * world_size
@@ -90,16 +95,18 @@ def optimizer_groups(trace: StepTrace, groups: str) -> list[list[TensorSlot]]:
     return [group for group in ([p for p in trainable if p.fqn not in names], kept) if group]
 
 
-def heaviest_rank(trace: StepTrace, world_size: int, groups: str = "one", *, reorders: bool = False) -> int:
+def heaviest_rank(
+    trace: StepTrace, world_size: int, groups: str = "one", *, reorders: bool = False, aligned: bool = False
+) -> int:
     """The first rank that keeps the most gradient elements in ZeRO-1 and ZeRO-2; nothing else differs between ranks.
 
-    `reorders`: `round_robin_gradients`.  A parameter counts whole for every rank whose partition it touches, so a border inside
-    a large embedding decides.
+    `reorders`: `round_robin_gradients`; `aligned`: `parameter_alignment`.  A parameter counts whole for every rank whose
+    partition it touches, so a border inside a large embedding decides.
     """
     kept = [0] * world_size
     for given in optimizer_groups(trace, groups):
         params = round_robin(given, world_size) if reorders else given
-        group = flat_group(params, world_size, 0)
+        group = flat_group(params, world_size, 0, aligned=aligned)
         filled = [0] * world_size
         for index, param in enumerate(params):
             for owner, inside in group.partitions_of(index):

@@ -18,7 +18,7 @@ Stage 1 of a 16-bit model with g = 4 accumulates in `grad_accum`: 4 * P beside t
 bf16 and nothing offloaded it is another optimizer, `zero_bf16`).  A communication dtype other than the bucket's costs a copy of
 what is reduced.  Offload is in `zero12_offload`.
 
-Left out: `parameter_alignment`, Muon, and scalars (norms, overflow flags, loss scales: under 200 bytes).
+Left out: Muon, and scalars (norms, overflow flags, loss scales: under 200 bytes).
 """
 
 from __future__ import annotations
@@ -136,13 +136,22 @@ class _Zero12(Layout):
 
     def _average(self, sim: Simulation) -> None:
         """`average_tensor`."""
-        slices = self._slices(sim)
+        owned = self._slices(sim)
+        slices = [(elements, keeper) for _, elements, keeper in owned]
         if not self.settings.reduce_scatter:  # one all-reduce of the bucket as it lies
             converted = self._convert(sim, self._bucket.elements)
             self._add_to_kept(sim, [elements for elements, keeper in slices if keeper is not None])
             if converted is not None:
                 sim.free(converted)
             return
+        if self.settings.use_multi_rank_bucket_allreduce:
+            self._reduce_slices(sim, slices)
+            return
+        for rank in dict.fromkeys(owner for owner, *_ in owned):
+            self._reduce_slices(sim, [(elements, keeper) for owner, elements, keeper in owned if owner == rank])
+
+    def _reduce_slices(self, sim: Simulation, slices: list[tuple[int, int | None]]) -> None:
+        """`allreduce_and_scatter`, or `allreduce_no_retain` to one rank."""
         pending: deque[tuple[int, int | None]] = deque()  # slices of one all-reduce: elements, and the group that keeps it
         size = 0
         for elements, keeper in slices:
@@ -195,16 +204,19 @@ class _Zero12(Layout):
             flat = converted
         elif converted is not None:
             flat = converted
-        self._add_to_kept(sim, [elements for elements, keeper in self._slices(sim) if keeper is not None])
+        self._add_to_kept(sim, [elements for _, elements, keeper in self._slices(sim) if keeper is not None])
         if flat is not None:
             sim.free(flat)
         for number, index, param in waiting:
             if self.partition_gradients and not self._touches(number, index):
                 sim.free(self._grads.pop(param.fqn))
 
-    def _slices(self, sim: Simulation) -> list[tuple[int, int | None]]:
-        """`average_tensor`: the bucket cut by owner; neighbours of one owner are merged unless they go into fp32."""
-        found: list[tuple[int, int | None]] = []
+    def _slices(self, sim: Simulation) -> list[tuple[int, int, int | None]]:
+        """`average_tensor`: the bucket cut by owner; neighbours of one owner are merged unless they go into fp32.
+
+        (owner, elements, the group that keeps them) of each.
+        """
+        found: list[tuple[int, int, int | None]] = []
         last_owner = -1
         for number, index in self._bucket.waiting:
             for owner, elements in self._groups[number].partitions_of(index):
@@ -214,9 +226,9 @@ class _Zero12(Layout):
                         Component.GRAD, self._groups[number].partition * FP32, what="fp32 gradients", stream=self._stream
                     )
                 if keeper is None and owner == last_owner:
-                    found[-1] = (found[-1][0] + elements, None)
+                    found[-1] = (owner, found[-1][1] + elements, None)
                 else:
-                    found.append((elements, keeper))
+                    found.append((owner, elements, keeper))
                 last_owner = owner
         return found
 
@@ -340,7 +352,7 @@ class _Zero12(Layout):
         if self._host is not None:
             self._step_on_host(sim, self._host)
         else:
-            for group in self._groups:
+            for group in self._groups if self.settings.compute_grad_norm else ():
                 for _, inside in group.kept():
                     sim.run_temporary(inside * FP64, "gradient in fp64 for the norm")
             for number, group in enumerate(self._groups):

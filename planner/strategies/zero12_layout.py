@@ -109,7 +109,7 @@ class Layout(Strategy):
         self._room -= sum(block.nbytes for block in originals.values())
         for number, params in enumerate(grouped):
             laid = round_robin(params, self.world_size) if self.settings.round_robin_gradients else params
-            group = flat_group(laid, self.world_size, self.rank)
+            group = flat_group(laid, self.world_size, self.rank, aligned=self.settings.parameter_alignment)
             self._groups.append(group)
             self._ordered.append(params)
             self._place |= {p.fqn: (number, index) for index, p in enumerate(laid)}
