@@ -41,6 +41,7 @@ _GONE = Block(-1, 0)
 
 ARITHMETIC = "arithmetic"  # a pass over parameters that a strategy runs between the ops, in bytes that it reads and writes
 WAIT = "wait"  # the kind of Work that is no work: its stream waits for other work
+HOST = -1  # as the stream of a WAIT: the host itself waits (torch.cuda.Stream.synchronize), and issues nothing meanwhile
 
 
 @dataclass(frozen=True, slots=True)

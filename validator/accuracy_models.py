@@ -32,6 +32,12 @@ def profile_of(row: Row) -> Profile:
     return PROFILES.get(row.source.name, _NO_PROFILE)
 
 
+def measured_bytes(row: Row) -> int | None:
+    """The figure of a row, with its source's GB where that is none of 10^9 bytes."""
+    figure = row.measured.bytes
+    return None if figure is None else round(figure / 1e9 * profile_of(row).gb_bytes)
+
+
 def version_of(row: Row, library: str) -> tuple[int, int] | None:
     """(major, minor) of `library` in the run; None where nobody says.  A nightly build counts as the version before its own."""
     found = re.search(rf"\b{library}\s+(\d+)\.(\d+)(\.\d+\.?dev)?", row.software)
@@ -125,7 +131,8 @@ def _blocks_per_checkpoint(row: Row) -> int:
 
 
 def _transformers(row: Row) -> ModelSpec:
-    config: dict[str, Any] = {"model_type": row.model.family, **_without(row.model.config, "custom_class")}
+    said = _without(row.model.config, "custom_class")
+    config: dict[str, Any] = {"model_type": row.model.family, **profile_of(row).config, **said}
     if row.model.truncated_layers is not None:
         config["num_hidden_layers"] = row.model.truncated_layers
     if row.workload.task == "preference":
@@ -144,13 +151,14 @@ def _transformers(row: Row) -> ModelSpec:
 
 def attention_of(row: Row) -> str:
     """sdpa, eager or flash_attention_2, as a Request names it."""
-    chosen = {"eager": "eager", "sdpa": "sdpa", "flash2": "flash_attention_2", "n/a": "sdpa", "unknown": "sdpa"}
+    unknown = profile_of(row).attention or "sdpa"
+    chosen = {"eager": "eager", "sdpa": "sdpa", "flash2": "flash_attention_2", "n/a": "sdpa", "unknown": unknown}
     if row.strategy.attention not in chosen:
         raise CannotTell(f"attention {row.strategy.attention} is not modelled")
     return chosen[row.strategy.attention]
 
 
-def _loss_variant(row: Row) -> dict[str, str]:
+def _loss_variant(row: Row) -> dict[str, Any]:
     """How `published.language_models` makes the run's loss; empty: as the installed transformers does."""
     loss, task = row.strategy.loss, row.workload.task
     stated = profile_of(row).logits
@@ -169,12 +177,14 @@ def _loss_variant(row: Row) -> dict[str, str]:
     old = version is not None and version < _UNSHIFTED_LOGITS
     if own and not old:
         return {}
-    variant = {"logits": "whole", "kernel": "plain" if own else "in-place"}
+    variant: dict[str, Any] = {"logits": "whole", "kernel": "plain" if own else "in-place"}
     if loss == "liger-fused":
         variant = {"logits": "never"}
     elif version is not None and old:
         narrow = row.model.family in _NARROW_LOSS
         variant["logits"] = "shifted-narrow" if narrow else "shifted-by-function" if version >= _SHARED_LOSS else "shifted"
+    if not own and profile_of(row).fused_norms:
+        variant["fused_norms"] = True
     if old and row.strategy.recompute == "full" and row.model.family in _CACHE_DESPITE_CHECKPOINTS:
         variant["held"] = _CACHE_DESPITE_CHECKPOINTS[row.model.family]
     return variant

@@ -37,6 +37,8 @@ _PRECISION = {
 }
 _RECOMPUTES = frozenset({"blocks_per_checkpoint", "recompute"})  # arguments of factories that recompute by themselves
 _MODE = {"train": "train", "forward-backward": "train", "forward": "forward", "inference": "inference"}
+# Checkpoints whose quantize_config.json has another group_size than most.
+_GPTQ_GROUPS = {"TheBloke/Llama-2-70B-GPTQ": -1}
 # Steps without a state or a temporary: what a loop without an optimizer costs.
 _NO_OPTIMIZER = ("sgd", "for-loop")
 
@@ -54,13 +56,14 @@ def question_of(row: Row) -> Question:
     """Raises CannotTell for a row that cannot be expressed."""
     from ..planner.loop import LoopFacts
     from ..planner.request import Request
-    from ..planner.strategies import SINGLE
+    from ..planner.strategies import SINGLE, ZEROTH_ORDER
     from ..planner.strategies.deepspeed_settings import DeepSpeedSettings
 
     _refuse_what_is_not_modelled(row)
     profile = profile_of(row)
     device = _device(row)
-    optimizer, impl = _optimizer(row)
+    zeroth_order = row.strategy.method in ZEROTH_ORDER
+    optimizer, impl = ("adamw", "default") if zeroth_order else _optimizer(row)
     adapter = _adapter(row)
     spec = spec_of(row)
     several = profile.loop_of_several if row.strategy.parallel.kind != SINGLE else None
@@ -77,11 +80,12 @@ def question_of(row: Row) -> Question:
         target_len=row.workload.target_len,
         image_size=row.workload.image_size,
         precision=_precision(row),
-        method=adapter.kind if adapter is not None else "full",
+        method=adapter.kind if adapter is not None else row.strategy.method if zeroth_order else "full",
+        loss="shifted" if zeroth_order else "model",  # of zo2 and MeZO, in the logits' own dtype
         adapter=adapter,
         strategy=_strategy(row),
         gpus=row.hardware.num_gpus if _strategy(row) != SINGLE else 1,
-        offload=_offload(row),
+        offload=() if zeroth_order else _offload(row),  # their blocks live on the host by themselves
         fsdp=_fsdp(row),
         deepspeed=DeepSpeedSettings(**profile.deepspeed) if profile.deepspeed else None,
         optimizer=optimizer,
@@ -98,14 +102,24 @@ def question_of(row: Row) -> Question:
         request.check()
     except UserError as error:
         raise CannotTell(str(error)) from error
-    return Question(request, row.measured.phases.get("cuda_context"))
+    context = row.measured.phases.get("cuda_context")
+    if context is None and profile.counts_driver:
+        context = device.context_bytes + device.nominal_gb * GiB - device.total_bytes  # what the box has and torch does not
+    return Question(request, context)
 
 
 def _refuse_what_is_not_modelled(row: Row) -> None:
+    from ..planner.strategies import ZEROTH_ORDER
+
     strategy = row.strategy
-    if strategy.method not in ("full", "none", *ADAPTER_METHODS):
+    zeroth_order = strategy.method in ZEROTH_ORDER
+    if strategy.method not in ("full", "none", *ADAPTER_METHODS, *ZEROTH_ORDER):
         raise CannotTell(f"method {strategy.method} is not modelled yet")
-    if strategy.offload.any and (strategy.parallel.kind == "single" or strategy.offload.activation == "cpu"):
+    if (
+        strategy.offload.any
+        and not zeroth_order
+        and (strategy.parallel.kind == "single" or strategy.offload.activation == "cpu")
+    ):
         raise CannotTell("offload of activations, and of anything on one GPU, is not modelled yet")
     if strategy.precision.low_precision_linears != "none":
         raise CannotTell(f"{strategy.precision.low_precision_linears} linears are not modelled")
@@ -229,6 +243,11 @@ def _adapter(row: Row) -> AdapterSettings | None:
     if said.adapter_dtype not in (None, "fp32", precision.param_dtype):
         raise CannotTell(f"{said.adapter_dtype} adapters of {precision.param_dtype} parameters are not modelled")
     in_fp32 = said.adapter_dtype != precision.param_dtype or precision.param_dtype == "fp32"
+    given: dict[str, Any] = {
+        "upcast": precision.nonquantised_upcast_fp32,
+        "group_size": _GPTQ_GROUPS.get(row.model.ref) if base_quant == "gptq" else None,
+        **(profile_of(row).adapter_of_several if row.hardware.num_gpus > 1 else {}),
+    }
     return AdapterSettings(
         kind=said.kind,
         rank=said.rank if kind.rank else None,
@@ -238,9 +257,9 @@ def _adapter(row: Row) -> AdapterSettings | None:
         modules_to_save=tuple(said.modules_to_save),
         virtual_tokens=said.num_virtual_tokens if kind.tokens else None,
         base_quant=base_quant,
-        upcast=precision.nonquantised_upcast_fp32,
         adapter_dtype=None if in_fp32 else "base",
         autocast=precision.autocast != "none",
+        **given,
     )
 
 

@@ -115,12 +115,14 @@ def score_row(row: Row, traces: TraceSource) -> Scored:
 
 
 def _blank(row: Row) -> Scored:
+    from .accuracy_models import measured_bytes
+
     return Scored(
         id=row.id,
         source=row.source.name,
         metric=row.measured.metric,
         completeness=row.completeness,
-        measured_bytes=row.measured.bytes,
+        measured_bytes=measured_bytes(row),
     )
 
 

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
+from ...errors import UserError
 from ..ledger import DEFAULT_STREAM, Component, Tier
-from ..simulate import ARITHMETIC, Block, Simulation
+from ..simulate import ARITHMETIC, HOST, Block, Simulation
 from ..trace.block_segments import Piece, num_blocks
 from ..trace.steptrace import ITEMSIZE, Pass, TensorSlot
 from .base import Run, Segment
@@ -94,7 +95,9 @@ class BlockWalk:
         self._ways = ways
         count = num_blocks(pieces)
         wanted = settings.offloading_blocks
-        self._offloaded = range(count if wanted == "all" else min(wanted, count))
+        if wanted != "all" and wanted > count:
+            raise UserError(f"--zo-offload-blocks {wanted}: the model has {count} blocks", "Leave it out for all of them")
+        self._offloaded = range(count if wanted == "all" else wanted)
         self._last = count - 1
         self._slots: list[list[TensorSlot]] = []  # by block, in the order of named_parameters and buffers
         self._on_gpu: dict[int, list[Block]] = {}
@@ -200,7 +203,7 @@ class BlockWalk:
         stream = UPLOAD_STREAM if self._settings.overlap else DEFAULT_STREAM
         slots, host = self._slots[block], self._on_host.pop(block)
         behind = self._computed.get(block - 2 if self._settings.overlap else block - 1, -1)
-        self._arrived[block] = sim.enqueue("h2d", self._moved_bytes(block), stream, _known(behind))
+        self._arrived[block] = sim.enqueue("h2d", self._moved_bytes(block), stream, _known(behind), self._copies(block))
         if self._settings.bucket:
             self._on_gpu[block] = self._upload_bucket(sim, block, host, stream)
             return
@@ -219,6 +222,10 @@ class BlockWalk:
         """What this process copies: the block, or its slice of the flat block."""
         total = sum(map(self._host_bytes, self._slots[block]))
         return total if self._ways == 1 else -(-total // (self._ways * self._itemsize(block))) * self._itemsize(block)
+
+    def _copies(self, block: int) -> int:
+        """What the host issues to move the block: memory and a copy for every tensor of it."""
+        return 2 * (1 if self._settings.bucket or self._ways > 1 else len(self._slots[block]))
 
     def _itemsize(self, block: int) -> int:
         return ITEMSIZE[self._dtype_on_host(self._slots[block][0])]
@@ -265,10 +272,12 @@ class BlockWalk:
         stream = OFFLOAD_STREAM if self._settings.overlap else DEFAULT_STREAM
         slots, held = self._slots[block], self._on_gpu.pop(block)
         behind = _known(self._computed[block])
+        sim.wait(*behind, stream=HOST)  # `compute_stream.synchronize()`
         if self._settings.overlap:
-            sim.enqueue("d2h", self._moved_bytes(block), stream, behind)
+            sim.enqueue("d2h", self._moved_bytes(block), stream, behind, self._copies(block))
         else:  # one stream: after the upload that was enqueued before it, and before whatever comes next
-            sim.wait(sim.enqueue("d2h", self._moved_bytes(block), stream, (*behind, *self._arrived.values())))
+            before = (*behind, *self._arrived.values())
+            sim.wait(sim.enqueue("d2h", self._moved_bytes(block), stream, before, self._copies(block)))
         if self._settings.amp:  # `amp_compress_impl`
             low = []
             for slot, wide in zip(slots, held, strict=True):

@@ -22,7 +22,7 @@ import numpy as np
 from ...errors import CannotTell
 from ...hardware.profile import Device, Host
 from ..ledger import DEFAULT_STREAM, Ledger, Tier
-from ..simulate import ARITHMETIC, WAIT, Work, WorkLog
+from ..simulate import ARITHMETIC, HOST, WAIT, Work, WorkLog
 from ..trace.steptrace import EventKind, Phase, StepTrace
 from .collectives import KINDS, Group, host_copy_bytes_per_s
 from .engine import Engine, Task, totals
@@ -130,7 +130,7 @@ class StepPlan:
         self._last = max((r.iteration for r in work.runs), default=0)
         self._runs = [(number, ran.run.segment) for number, ran in enumerate(work.runs) if ran.iteration == self._last]
         self._work = [(ticket, w) for ticket, w in enumerate(work) if w.iteration == self._last and w.phase != Phase.INIT]
-        self._waited = {ticket for w in work if w.kind == WAIT for ticket in w.after}
+        self._waited = {ticket for w in work if w.kind == WAIT and w.stream != HOST for ticket in w.after}
         self._table = OpTable(trace)
         self._is_op = trace.event_kind == EventKind.OP
         self._signature = trace.op_signature[trace.event_arg[self._is_op]]
@@ -215,6 +215,9 @@ class StepPlan:
             yield self._task("host", (ops - 1) * self._c.host_op, f"issue {name}")
 
     def _enqueued(self, ticket: int, work: Work) -> Iterator[Task]:
+        if work.kind == WAIT and work.stream == HOST:
+            yield self._task("host", 0.0, "wait", tuple(self._keys[t] for t in work.after if t in self._keys))
+            return
         if work.kind == WAIT:
             waiting = self._held.setdefault(work.stream, []) if work.stream != DEFAULT_STREAM else self._pending
             waiting += [self._keys[t] for t in work.after if t in self._keys]
@@ -222,7 +225,7 @@ class StepPlan:
         if work.kind == ARITHMETIC:
             before = (*self._pending, *(self._keys[t] for t in work.after if t in self._keys))
             self._pending.clear()
-            yield from self._issued(ARITHMETIC, work.ops, self.cost(work)[1], before)
+            yield from self._issued(ARITHMETIC, work.ops, self.cost(work)[1] + work.ops * self._c.gap, before)
             self._keys[ticket] = self._compute
             return
         if work.kind == "all_reduce" and self._request.strategy == "ddp":
@@ -254,8 +257,15 @@ class StepPlan:
         else:
             before = (self._compute,)
         lane, seconds = self.cost(work)
-        task = self._task(lane, seconds, work.kind, (*before, *self._held.pop(work.stream, ())))
+        after = (*before, *self._held.pop(work.stream, ()))
+        if work.ops > 1:  # tensor by tensor: it begins when the host has issued the first
+            issued = self._task("host", self._c.host_op, f"issue {work.kind}")
+            yield issued
+            after = (issued.key, *after)
+        task = self._task(lane, seconds, work.kind, after)
         yield task
+        if work.ops > 1:
+            yield self._task("host", (work.ops - 1) * self._c.host_op, f"issue {work.kind}")
         self._keys[ticket] = task.key
         if fetches and ticket not in self._waited:
             self._pending.append(task.key)

@@ -8,7 +8,7 @@ from memplan.hardware import catalogue
 from memplan.planner.api import make_request
 from memplan.planner.loop import LoopFacts
 from memplan.planner.optimizers.traced import traced_rule
-from memplan.planner.simulate import WAIT, simulate
+from memplan.planner.simulate import HOST, WAIT, simulate
 from memplan.planner.strategies.ddp import DistributedDataParallel
 from memplan.planner.strategies.fsdp2 import Fsdp2Settings, FullyShard
 from memplan.planner.strategies.single import SingleDevice
@@ -241,7 +241,7 @@ def test_arithmetic_of_a_strategy_runs_where_the_ops_run(source, file):
     found = timed(source, request_of(file), Perturbing())
     device = request_of(file).device
 
-    more = 10**9 / (device.memory_bandwidth_bytes_per_s * coefficients().memory)
+    more = 10**9 / (device.memory_bandwidth_bytes_per_s * coefficients().memory) + coefficients().gap
     assert found.busy_s["compute"] == pytest.approx(plain.busy_s["compute"] + more)
 
 
@@ -257,6 +257,34 @@ def test_work_before_the_first_run_of_a_step_is_not_lost(source, file):
 
     assert found.busy_s["nvlink"] > 0
     assert found.seconds < 1.1 * alone.seconds  # it did not hold the ops back to the end
+
+
+def test_a_host_that_waits_for_the_gpu_issues_nothing_meanwhile(source, file):
+    class Waiting(Perturbing):
+        def before_module(self, sim, module, kind):
+            super().before_module(sim, module, kind)
+            if kind is Pass.FORWARD and not sim.trace.modules[module].fqn:
+                sim.wait(self.ticket, stream=HOST)
+
+    free, waits = (timed(source, request_of(file), strategy()) for strategy in (Perturbing, Waiting))
+
+    assert waits.seconds > free.seconds
+    assert waits.busy_s == pytest.approx(free.busy_s)
+
+
+def test_copies_tensor_by_tensor_cost_the_host_their_launches(source, file):
+    class Copying(SingleDevice):
+        def __init__(self, ops):
+            super().__init__()
+            self.ops = ops
+
+        def before_module(self, sim, module, kind):
+            if kind is Pass.FORWARD and not sim.trace.modules[module].fqn:
+                sim.enqueue("h2d", 1000, 1, (), self.ops)
+
+    one, many = (timed(source, request_of(file), Copying(ops)) for ops in (1, 100))
+
+    assert many.busy_s["host"] - one.busy_s["host"] == pytest.approx(100 * coefficients().host_op)
 
 
 def test_a_pass_over_many_small_parameters_waits_for_the_host(source, file):

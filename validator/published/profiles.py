@@ -16,12 +16,16 @@ class Profile:
     """`loop`: fields of `LoopFacts`.  `gpu`: where the row names none.  `variant`: of the model class, a module of `published`.
 
     `build`: arguments of that module's factory; `forward_only`: over these, where a row has no backward pass.
+    `config`: of the model, and `attention`, where a row says nothing.  `gb_bytes`: of a GB of its figures, which the rows take
+    to be 10^9.  `counts_driver`: NVML's first memory call (nvmlDeviceGetMemoryInfo), whose `used` holds what the driver keeps
+    from all programs.
     `logits`: how a source that computes its own loss does so, a key of `language_models.LOGITS`.  `transformers`, `torch`: the
     version, where the row does not state it.  `alloc_conf`: what its runs set PYTORCH_CUDA_ALLOC_CONF to.
 
     Of several GPUs: `fsdp`, `deepspeed`: fields of `FsdpSettings` and `DeepSpeedSettings` as its launcher sets them, the types
     where it mixes precisions; `own`: kinds of parallelism that it wrote itself, and the planner's strategy that holds the same
-    bytes ("" where none does); `loop_of_several`: in place of `loop`, where these runs had another.
+    bytes ("" where none does); `loop_of_several`: in place of `loop`, where these runs had another; `adapter_of_several`: fields
+    of `AdapterSettings` that it sets there.  `fused_norms`: where its losses are fused, so is RMSNorm.
 
     `stated`: where all that is to be read.
     """
@@ -39,7 +43,13 @@ class Profile:
     deepspeed: Mapping[str, Any] = field(default_factory=dict)
     own: Mapping[str, str] = field(default_factory=dict)
     loop_of_several: Mapping[str, Any] | None = None
+    adapter_of_several: Mapping[str, Any] = field(default_factory=dict)
     alloc_conf: str = ""
+    fused_norms: bool = False
+    config: Mapping[str, Any] = field(default_factory=dict)
+    attention: str | None = None
+    gb_bytes: int = 1_000_000_000
+    counts_driver: bool = False
 
 
 _TRAINER = {"clip_grad_norm": True}  # max_grad_norm is 1.0 unless told otherwise (TrainingArguments)
@@ -49,15 +59,33 @@ PROFILES: dict[str, Profile] = {
     "fms-acceleration": Profile(
         stated="scripts/benchmarks/benchmark.py: TRL's SFTTrainer, 20 steps; memory from the Trainer's own metrics; "
         "accelerate.yaml and accelerate 1.0.1 (commands/launch.py, `--fsdp_use_orig_params`; dataclasses.py, "
-        "`set_mixed_precision`): original parameters, all types narrow",
+        "`set_mixed_precision`): original parameters, all types narrow; accelerated-peft, autogptq_utils.py: GPTQ's packed "
+        "weights become parameters for FSDP; trl 0.13, SFTTrainer.__init__ (`is_sharded_qlora`): nothing is upcast there; "
+        "transformers 4.48, LlamaModel.forward: checkpoints are around the blocks, so around FSDP's units; fused-ops-and-kernels, "
+        "configs/fast_kernels*.yaml: fast_rms_layernorm",
+        fused_norms=True,
         loop=_TRAINER,
-        fsdp={"use_orig_params": True, "reduce_dtype": "bfloat16", "buffer_dtype": "bfloat16"},
+        adapter_of_several={"packed_as_parameters": True, "upcast": False},
+        fsdp={
+            "use_orig_params": True,
+            "reduce_dtype": "bfloat16",
+            "buffer_dtype": "bfloat16",
+            "units_inside_checkpoints": True,
+        },
     ),
     "hf-transformers-docs": Profile(
         stated="docs/source/en/perf_train_gpu_one.mdx: Trainer of early 2022, so torch 1.10; zero_grad() zeroes gradients",
         loop={**_TRAINER, "set_to_none": False},
         transformers=(4, 16),
         torch=(1, 10),
+    ),
+    "zo2": Profile(
+        stated="test/mezo_sgd/hf_opt/test_memory.py and utils.py: an untied head, random weights, 30 steps; README at cbceca5: "
+        "GB are MiB / 1000, and max_memory_allocated of the same runs is that of eager attention",
+        config={"tie_word_embeddings": False},
+        attention="eager",
+        gb_bytes=1000 << 20,
+        counts_driver=True,
     ),
     "torchtitan": Profile(
         stated="train.py (zero_grad, forward, loss, clip_grad_norm_, step), parallelize_llama.py (`apply_fsdp`: all units drop "
