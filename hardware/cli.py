@@ -10,8 +10,13 @@ from typing import TYPE_CHECKING, Any
 from ..units import gib
 
 if TYPE_CHECKING:
+    from .calibration import Calibration
     from .detect import Gpu
     from .profile import Device
+
+
+_CALIBRATE = """Runs short kernels and copies for a minute at most: memory and context, copies both ways, matrix products by
+    shape.  Nothing else should run meanwhile.  The figures are kept beside the data sheet's.  Exit code 0: measured."""
 
 
 def add_commands(commands: Any) -> None:
@@ -32,6 +37,11 @@ def add_commands(commands: Any) -> None:
     detect = verbs.add_parser("detect", help="the GPUs, memory, processor and disk of this machine")
     detect.add_argument("--json", action="store_true", help="print JSON; sizes in bytes")
     detect.set_defaults(run=run_detect)
+
+    calibrate = verbs.add_parser("calibrate", help="measure this machine, and let `--gpu auto` use it", description=_CALIBRATE)
+    calibrate.add_argument("--dry-run", action="store_true", help="print the figures, keep nothing")
+    calibrate.add_argument("--json", action="store_true", help="print JSON; bytes per second, seconds")
+    calibrate.set_defaults(run=run_calibrate)
 
 
 def run_list(args: argparse.Namespace) -> int:
@@ -92,6 +102,74 @@ def run_detect(args: argparse.Namespace) -> int:
     print(f"ram     {gib(total) + available if total is not None else 'unknown'}")
     print(f"disk    {gib(found.disk_free_bytes)} free at {found.disk_path}")
     return 0
+
+
+def run_calibrate(args: argparse.Namespace) -> int:
+    """Measures the first GPU, or the processor where there is none; keeps what it found."""
+    import platform
+    import sys
+
+    import torch
+
+    from . import calibration, detect
+    from .calibrate import CpuBench, CudaBench, calibrate
+
+    def say(what: str) -> None:
+        if not args.json:
+            print(f"  {what}", file=sys.stderr)
+
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    if torch.cuda.is_available():
+        device, _ = detect.as_device(detect.gpus()[0])
+        found = calibrate(CudaBench(), device, versions, say=say)
+    else:
+        device = None
+        found = calibrate(CpuBench(), None, versions, say=say)
+    if args.json:
+        print(json.dumps(found.model_dump(mode="json"), indent=1))
+    else:
+        print(_calibrated(found, device))
+    if not args.dry_run:
+        print(f"wrote {calibration.store(found)}", file=sys.stderr)
+    return 0
+
+
+def _calibrated(found: Calibration, device: Device | None) -> str:
+    """Measured beside the data sheet."""
+    link = device.host_link if device else None
+    rows = [("what", "measured", "data sheet")]
+
+    def rate(what: str, measured: float | None, stated: float | None = None) -> None:
+        if measured is not None:
+            rows.append((what, f"{measured / 1e9:.1f} GB/s", f"{stated / 1e9:.1f} GB/s" if stated else "-"))
+
+    if found.total_bytes is not None and device:
+        rows.append(("memory", gib(found.total_bytes), gib(device.total_bytes)))
+    if found.context_bytes is not None and device:
+        rows.append(("context", gib(found.context_bytes), gib(device.context_bytes)))
+    rate("device memory, read and written", found.memory_bytes_per_s, device.memory_bandwidth_bytes_per_s if device else None)
+    rate("host to device, pinned", found.h2d_bytes_per_s, link.h2d_bytes_per_s if link else None)
+    rate("device to host, pinned", found.d2h_bytes_per_s, link.d2h_bytes_per_s if link else None)
+    rate("host to device, pageable", found.h2d_pageable_bytes_per_s)
+    rate("copies in host memory", found.host_copy_bytes_per_s)
+    if found.launch_s is not None:
+        rows.append(("between two small kernels", f"{found.launch_s * 1e6:.1f} us", "-"))
+    if found.cpu_adam_params_per_s is not None:
+        rows.append(("Adam on the CPU", f"{found.cpu_adam_params_per_s / 1e9:.2f} billion parameters/s", "-"))
+    for product in found.products:
+        peak = device.flops_per_s.get(product.dtype) if device else None  # type: ignore[call-overload]
+        done = f"{product.flops / product.seconds / 1e12:.2f} TFLOPS"
+        shape = f"{product.dtype} product {product.rows} x {product.inner} x {product.columns}"
+        rows.append((shape, done, f"{peak / 1e12:.1f} TFLOPS" if peak else "-"))
+    if found.best_matmul_share is not None and found.fit_error is not None:
+        error = f"curve off by {found.fit_error:.1%} at the median"
+        rows.append(("best share of the 16-bit rate, fitted", f"{found.best_matmul_share:.0%}", error))
+    lines = [f"{found.name} ({found.device})", "", _table(rows[0], rows[1:])]
+    reasons: dict[str, list[str]] = {}
+    for what, why in found.not_measured.items():
+        reasons.setdefault(why, []).append(what)
+    lines += [f"not measured: {', '.join(names)}: {why}" for why, names in reasons.items()]
+    return "\n".join(lines)
 
 
 def _gpu_line(index: int, gpu: Gpu) -> str:

@@ -84,7 +84,11 @@ def this_gpu() -> tuple[Device, str]:
     found = gpus()
     if not found:
         raise UserError("--gpu auto: no GPU was found on this machine", "Name the card, for example --gpu rtx-4090")
-    return as_device(found[0])
+    from .calibration import applied
+
+    device, note = as_device(found[0])
+    calibrated = applied(device)
+    return calibrated, note if calibrated is device else f"{note}, as calibrated here"
 
 
 def as_device(gpu: Gpu) -> tuple[Device, str]:

@@ -78,6 +78,7 @@ class Device(Record):
     c2c: C2c | None = None
     nvlink: Link | None
     tdp_w: int
+    best_matmul_share: float | None = None  # of `flops_per_s`, measured on this machine; None: roofline.json has it
     sources: dict[str, str]  # field -> "status; source"
     made: str  # the date of the figures, ISO
     note: str | None = None

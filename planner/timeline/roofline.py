@@ -78,6 +78,8 @@ def typical_error() -> float:
 
 def best_matmul_share(device: Device) -> float:
     """The best matrix product that was measured on this GPU, as a share of its data-sheet peak; its family's where none was."""
+    if device.best_matmul_share is not None:
+        return device.best_matmul_share
     shares = _data()["best_matmul"]
     if device.key in shares["gpus"]:
         return float(shares["gpus"][device.key]["value"])
