@@ -35,6 +35,15 @@ def write_for_user(path: str | os.PathLike[str], content: str | bytes) -> None:
         raise UserError(f"cannot write {str(path)!r}: {error.strerror}", "Choose a folder that can be written") from error
 
 
+def data_home() -> Path:
+    """Where memplan keeps what it has learnt: MEMPLAN_HOME, else XDG_DATA_HOME/memplan, else ~/.local/share/memplan."""
+    home = os.environ.get("MEMPLAN_HOME")
+    if home:
+        return Path(home)
+    data = os.environ.get("XDG_DATA_HOME")
+    return Path(data if data else Path.home() / ".local" / "share", "memplan")
+
+
 def _umask() -> int:
     mask = os.umask(0)
     os.umask(mask)
