@@ -31,10 +31,31 @@ class CannotTell(MemplanError):
 
 
 def nearest(word: str, known: Iterable[str], count: int = 3) -> list[str]:
-    """The `count` entries of `known` that look most like `word`, best first; case does not matter."""
-    by_lower = {name.lower(): name for name in known}
-    close = difflib.get_close_matches(word.lower(), by_lower, n=count, cutoff=0.4)
-    return [by_lower[name] for name in close]
+    """The entries of `known` that `word` may have been meant to be, best first, `count` at most; case does not matter.
+
+    A name that begins with the word, ends with it, or has it as a part of its path is near; else letters must agree.  What is
+    clearly further off than the best one is left out.
+    """
+    wanted = word.lower()
+    scored = sorted(((_likeness(wanted, name.lower()), name) for name in known), key=lambda pair: (-pair[0], pair[1]))
+    if not scored or scored[0][0] < _NEAR:
+        return []
+    least = max(_NEAR, scored[0][0] - _AS_NEAR)
+    return [name for score, name in scored[:count] if score >= least]
+
+
+_NEAR = 0.6  # difflib's ratio: twice the letters that agree, of all letters
+_AS_NEAR = 0.15
+_PART = 0.85  # of a word of three letters or more that is the beginning or the end of a name
+
+
+def _likeness(word: str, name: str) -> float:
+    ratio = difflib.SequenceMatcher(None, name, word).ratio()
+    last = name.rpartition("/")[2]
+    if last != name:
+        ratio = max(ratio, difflib.SequenceMatcher(None, last, word).ratio())
+    parts = name.startswith(word) or name.endswith(word) or last.startswith(word)
+    return max(ratio, _PART) if len(word) > 2 and parts else ratio
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -271,3 +271,23 @@ def test_a_file_of_another_kind_is_said_to_be_none(tmp_path, data):
 
     with pytest.raises(UserError, match="is no configuration that memplan knows"):
         read_config(tmp_path / "x.json")
+
+
+def test_an_optim_that_transformers_has_not_is_a_mistake_with_the_nearest(ask):
+    with pytest.raises(UserError, match=r"adamw_troch.*Did you mean adamw_torch"):
+        ask({"output_dir": "x", "optim": "adamw_troch"})
+
+
+def test_a_key_that_transformers_has_not_is_said_to_be_not_understood(ask):
+    asked = ask({"output_dir": "x", "per_device_train_batchsize": 2})
+
+    assert any("NOT UNDERSTOOD" in note and "per_device_train_batch_size" in note for note in asked["notes"])
+
+
+def test_every_argument_of_transformers_is_known():
+    from dataclasses import fields
+
+    from memplan.planner.engines.training_args import KNOWN
+    from transformers import TrainingArguments
+
+    assert {field.name for field in fields(TrainingArguments)} <= KNOWN
