@@ -19,8 +19,10 @@ _WORDS = """Which configuration should I run?  Searches strategies, precisions, 
 
 def add_commands(commands: Any) -> None:
     parser = commands.add_parser("plan", help="which configuration should I run?", description=_WORDS)
-    add_model_options(parser)
+    add_model_options(parser, named_by_file=True)
     add_hardware_options(parser, default="auto")
+    held = "a training file, as for `memplan fit`: model, method, optimizer, lengths and samples of a step are its own"
+    parser.add_argument("--from", dest="from_file", metavar="FILE", help=held)
     what = parser.add_argument_group("what may be chosen (lists with commas; without it memplan chooses)")
     what.add_argument(
         "--global-batch", type=int, metavar="N", help="samples in one optimizer step, of all GPUs (default: 8 each)"
@@ -63,7 +65,7 @@ def run_plan(args: argparse.Namespace) -> int:
     if args.write:
         check_folder(args.write, force=args.force)  # said before the work, not after it
         check_stack(args.stack)
-    wanted, bases = asked(args)
+    wanted, bases = asked(args)  # settles MODEL, too
     with progress(f"recording one step of {args.model}", enabled=not args.json) as say:
         traces = TraceSource()
         plan = make_plan(bases, wanted, traces, top=args.top, say=say)
@@ -84,17 +86,21 @@ def run_plan(args: argparse.Namespace) -> int:
 
 def asked(args: argparse.Namespace) -> tuple[Wanted, dict[int, Request]]:
     """(the choices, the question by number of GPUs) that the options say.  Raises UserError with the option's name."""
+    from dataclasses import replace
+
     from ...models import load
     from ...models.overrides import parse_settings
     from ...units import parse_bytes
     from ..request import METHODS
     from .api import DEFAULT_PER_GPU, questions
+    from .from_file import take_file
     from .space import ANY, Wanted
 
     for option in ("micro_batch", "seq", "target_len", "image_size", "gpus", "nodes", "global_batch"):
         value = getattr(args, option)
         if value is not None and value < 1:
             raise UserError(f"--{option.replace('_', '-')} {value}: must be 1 or more", "Leave it out for the default")
+    more, notes = take_file(args)
     gpus = args.gpus or 1
     offloads = _listed(args.offload, "--offload")
     wanted = Wanted(
@@ -129,8 +135,9 @@ def asked(args: argparse.Namespace) -> tuple[Wanted, dict[int, Request]]:
         clip_grad_norm=args.clip_grad_norm,
         host_ram_bytes=args.host_ram and parse_bytes(args.host_ram, "--host-ram"),
         nvme_bytes=args.nvme and parse_bytes(args.nvme, "--nvme"),
+        **more,
     )
-    return wanted, bases
+    return wanted, {count: replace(base, defaults=(*base.defaults, *notes)) for count, base in bases.items()}
 
 
 def _listed(text: str | None, option: str) -> tuple[str, ...] | None:
