@@ -80,7 +80,7 @@ KINDS: dict[str, Kind] = {
 }
 QLORA = "qlora"  # a method of its own in people's words: LoRA on a 4-bit base
 ADAPTER_METHODS = ("lora", QLORA, *(kind for kind in KINDS if kind != "lora"))
-BASE_QUANTS = ("none", "nf4", "nf4-dq", "fp4", "fp4-dq", "gptq")
+BASE_QUANTS = ("none", "nf4", "nf4-dq", "fp4", "fp4-dq", "int8", "gptq")
 _DEFAULT_TOKENS = 20  # where a kind needs a number of virtual tokens and none is given: the one of peft's own examples
 _TASK_TYPES = {
     "causal-lm": "CAUSAL_LM",
@@ -107,6 +107,13 @@ class AdapterSettings:
     virtual_tokens: int | None = None
     base_quant: str = "none"
     """How the frozen weights are stored: nf4, fp4, each also with double quantisation (-dq); gptq."""
+    quant_storage: str | None = None
+    """Of 4-bit weights: the type in which the packed bytes lie (bnb_4bit_quant_storage); None: uint8.  Sharding by
+    flattening needs that of the other weights."""
+    group_size: int | None = None
+    """GPTQ: weights of a column that share a scale and a zero; None: 128; -1: the whole column."""
+    packed_as_parameters: bool = False
+    """GPTQ's packed weights are parameters instead of buffers, which FSDP shards (fms-acceleration does so)."""
     upcast: bool | None = None
     """`prepare_model_for_kbit_training`: what stays in 16 bits becomes fp32.  None: for a quantised base."""
     adapter_dtype: str | None = None
@@ -171,7 +178,14 @@ class AdapterSettings:
             if self.base_quant != "none":
                 from .quantised import quantise
 
-                module, notes = quantise(module, self.base_quant, compute_dtype)
+                module, notes = quantise(
+                    module,
+                    self.base_quant,
+                    compute_dtype,
+                    storage=self.quant_storage,
+                    as_parameters=self.packed_as_parameters,
+                    group_size=self.group_size,
+                )
                 said += notes
             if self.upcasts:
                 _prepare(module)

@@ -29,8 +29,19 @@ NESTED_BLOCK = 256  # scales that share one, with double quantisation
 _CODE, _NESTED_CODE = 16, 256  # entries of the tables
 
 
-def quantise(module: nn.Module, how: str, compute_dtype: torch.dtype) -> tuple[nn.Module, list[str]]:
-    """(`module` with its linear layers in 4 bits, what was done in words).  `how`: nf4, nf4-dq, fp4, fp4-dq, gptq."""
+def quantise(
+    module: nn.Module,
+    how: str,
+    compute_dtype: torch.dtype,
+    *,
+    storage: str | None = None,
+    as_parameters: bool = False,
+    group_size: int | None = None,
+) -> tuple[nn.Module, list[str]]:
+    """(`module` with its linear layers in 4 bits, what was done in words).  `how`: nf4, nf4-dq, fp4, fp4-dq, gptq.
+
+    `storage`, `as_parameters`, `group_size`: see `AdapterSettings`, quant_storage, packed_as_parameters and group_size.
+    """
     if how != "gptq":
         require("bitsandbytes", f"--base-quant {how}")
     import torch
@@ -46,7 +57,11 @@ def quantise(module: nn.Module, how: str, compute_dtype: torch.dtype) -> tuple[n
     if how == "gptq":
         from . import gptq
 
-        return gptq.quantise(module, kept)
+        return gptq.quantise(module, kept, as_parameters, group_size)
+    if how == "int8":
+        from . import int8
+
+        return int8.quantise(module, kept)
     from transformers.integrations.bitsandbytes import replace_with_bnb_linear
 
     old = dict(module.named_modules())
@@ -56,6 +71,7 @@ def quantise(module: nn.Module, how: str, compute_dtype: torch.dtype) -> tuple[n
         bnb_4bit_quant_type=quant_type,
         bnb_4bit_use_double_quant=bool(double),
         bnb_4bit_compute_dtype=compute_dtype,
+        bnb_4bit_quant_storage=storage,
     )
     with unset_fake_temporarily():
         replace_with_bnb_linear(module, modules_to_not_convert=kept, quantization_config=config)
@@ -151,7 +167,8 @@ def _fake_packed(weight: torch.Tensor, like: Any) -> Any:
             code=torch.empty(_NESTED_CODE),
             dtype=torch.float32,
         )
-    packed: Any = torch.nn.Parameter(torch.empty(-(-numel // 2), 1, dtype=torch.uint8), requires_grad=False)
+    storage = like.quant_storage
+    packed: Any = torch.nn.Parameter(torch.empty(-(-numel // (2 * storage.itemsize)), 1, dtype=storage), requires_grad=False)
     # peft and bitsandbytes know a 4-bit weight by the name of its class
     packed.__class__ = type("Params4bit", (FakeTensor,), {"__deepcopy__": lambda self, memo: self})  # DoRA copies, and reads
     packed.quant_state = QuantState(
@@ -165,5 +182,5 @@ def _fake_packed(weight: torch.Tensor, like: Any) -> Any:
         state2=nested,
     )
     packed.quant_type, packed.compress_statistics, packed.blocksize = like.quant_type, double, BLOCK
-    packed.quant_storage, packed.bnb_quantized = torch.uint8, True
+    packed.quant_storage, packed.bnb_quantized = storage, True
     return packed

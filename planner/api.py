@@ -11,7 +11,8 @@ from .loop import LoopFacts
 from .optimizers.methods import METHODS as OPTIMIZER_METHODS
 from .optimizers.methods import default_optimizer, method_of, optimizer_under
 from .request import ALIASES, DEFAULT_MICRO_BATCH_SIZE, DEFAULT_SEQ_LEN, Request
-from .strategies import DISTRIBUTED
+from .strategies import DISTRIBUTED, SINGLE
+from .strategies.outside import with_nccl
 
 if TYPE_CHECKING:
     from ..hardware.profile import Device
@@ -44,9 +45,8 @@ def fits(
     """
     from .advice import advise
     from .predict import predict
-    from .trace.source import TraceSource
-
     from .recompute.selective import chosen
+    from .trace.source import TraceSource
 
     source = traces or TraceSource()
     request = chosen(make_request(model, gpu, **options), source)
@@ -75,7 +75,7 @@ def make_request(
     **options: Any,
 ) -> Request:
     """A checked Request from what a person types.  Raises UserError with the option's name."""
-    from ..hardware.catalogue import communicator_bytes, resolve
+    from ..hardware.catalogue import resolve
     from ..models import ModelSpec, load
 
     if isinstance(model, str):
@@ -104,8 +104,7 @@ def make_request(
             defaults.append(f"sequence length {options['seq_len']} (not given)")
     if options.get("strategy") in DISTRIBUTED and "gpus" not in options:
         raise UserError(f"--strategy {options['strategy']}: expected a number of GPUs", "Say how many with --gpus N")
-    if options.get("gpus", 1) > 1:
-        device = device.with_communicator(communicator_bytes(options["gpus"]))
+    device = with_nccl(device, options.get("gpus", 1), options.get("strategy", SINGLE))
     if options.get("precision") is None:
         options["precision"], reason = _default_precision(spec, device)
         if options["precision"] == "bf16" and str(options.get("strategy", "")).startswith(("zero", "fsdp")):

@@ -117,6 +117,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     zo.add_argument("--zo-amp", action="store_true", help="fp32 on the GPU with autocast, fewer bits on the host")
     zo.add_argument("--zo-host-precision", metavar="P", help="with --zo-amp, what the host keeps: fp16 (default), bf16, fp8")
     zo.add_argument("--zo-no-overlap", action="store_true", help="copies wait for compute, from pageable memory")
+    zo.add_argument("--zo-train", metavar="W", help="what a step perturbs: all (default), lora, prefix-tuning")
     zo.add_argument("--zo-no-cache", action="store_true", help="mezo: the forward builds no key-value cache")
     adapters = parser.add_argument_group("adapters (--method lora, qlora, dora, rslora, oft, ia3, prefix-tuning ...)")
     adapters.add_argument("--lora-rank", type=int, metavar="R", help="rank; of OFT and C3A the block size (default: peft's)")
@@ -128,7 +129,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
         "--modules-to-save", metavar="NAMES", help="modules that train in full beside the adapter: lm_head,..."
     )
     adapters.add_argument("--virtual-tokens", type=int, metavar="N", help="tokens of prompt, prefix and p-tuning (default: 20)")
-    quants = "how the frozen weights are stored: none, nf4, nf4-dq, fp4, fp4-dq, gptq (qlora: nf4-dq; -dq: double quantisation)"
+    quants = "how the frozen weights are stored: none, nf4, nf4-dq, fp4, fp4-dq, int8, gptq (qlora: nf4-dq; -dq: double quantisation)"
     adapters.add_argument("--base-quant", metavar="Q", help=quants)
     adapters.add_argument(
         "--no-upcast", action="store_true", help="without prepare_model_for_kbit_training: norms and head stay in 16 bits"
@@ -185,7 +186,7 @@ def request_from(args: argparse.Namespace) -> Request:
         "host_ram_bytes": args.host_ram and parse_bytes(args.host_ram, "--host-ram"),
         "nvme_bytes": args.nvme and parse_bytes(args.nvme, "--nvme"),
         "zo": _zo_settings(args),
-        "adapter": given if args.from_file else _adapter_settings(args.method, given),
+        "adapter": _zo_adapter(args, given) or (given if args.from_file else _adapter_settings(args.method, given)),
         "frozen": tuple(args.freeze),
         "compiled": args.compile and not args.assume_eager,
         "alloc_conf": args.alloc_conf,
@@ -282,7 +283,8 @@ def _adapter_given(args: argparse.Namespace) -> dict[str, Any]:
         "autocast": False if args.no_autocast else None,
     }
     given = {name: value for name, value in given.items() if value is not None}
-    if given and args.method not in ADAPTER_METHODS and not (args.from_file and args.method is None):
+    elsewhere = args.method not in ADAPTER_METHODS and args.zo_train in (None, "all")
+    if given and elsewhere and not (args.from_file and args.method is None):
         option = next(o for o in ADAPTER_OPTIONS if getattr(args, o) not in (None, False))
         raise UserError(
             f"--{option.replace('_', '-')} with --method {args.method or 'full'}: it belongs to adapters", "Use --method lora"
@@ -306,6 +308,17 @@ def _names(text: str | None) -> tuple[str, ...] | None:
     return None if text is None else tuple(name.strip() for name in text.split(",") if name.strip())
 
 
+def _zo_adapter(args: argparse.Namespace, given: dict[str, Any]) -> AdapterSettings | None:
+    """The adapter that a zeroth-order method perturbs; None where it perturbs all."""
+    if args.method not in ZEROTH_ORDER or args.zo_train in (None, "all"):
+        return None
+    from .strategies.zo_settings import adapter_of
+
+    settings = adapter_of(args.zo_train, given)
+    settings.check()
+    return settings
+
+
 def _zo_settings(args: argparse.Namespace) -> ZoSettings | None:
     """The --zo-* options, or None where none was given."""
     from .strategies.zo_settings import ZoSettings
@@ -327,7 +340,7 @@ def _zo_settings(args: argparse.Namespace) -> ZoSettings | None:
     for option in ("optimizer", "optimizer_impl"):
         if args.method in ZEROTH_ORDER and getattr(args, option) is not None:
             raise UserError(f"--{option.replace('_', '-')}: --method {args.method} has no optimizer", "Leave it out")
-    if given and args.method not in ZEROTH_ORDER:
+    if (given or args.zo_train) and args.method not in ZEROTH_ORDER:
         option = next(o for o in vars(args) if o.startswith("zo_") and getattr(args, o))
         raise UserError(
             f"--{option.replace('_', '-')} with --method {args.method or 'full'}: it belongs to zeroth-order training",

@@ -12,13 +12,15 @@ from ..units import gib
 from .allocator.config import AllocConf
 from .allocator.replay import ReplayResult
 from .allocator.replay import replay as replay_stream
+from .error_bars import error_bars
 from .host_memory import host_reserved_peak_bytes, pinned_reserved_bytes
 from .kernels import Kernels
 from .ledger import Ledger, Tier
+from .loading import host_bytes, loading_peak
 from .optimizers.traced import names, traced_rule
 from .prediction import Failure, HostNeeds, Moment, Prediction, Verdict
 from .simulate import simulate
-from .strategies import make_strategy, said_of
+from .strategies import make_strategy, outside, said_of
 from .trace.steptrace import Phase
 
 if TYPE_CHECKING:
@@ -42,8 +44,11 @@ def predict(request: Request, traces: TraceSource) -> Prediction:
 
 def predict_with_ledger(request: Request, traces: TraceSource) -> tuple[Prediction, Ledger | None]:
     """The answer, and the ledger that it was read from; None where there is no answer."""
+    from .recompute.selective import resolved
+
     try:
         request.check()
+        request = resolved(request, traces)
         trace = traces.step(request)
         run = simulated(request, trace)
     except CannotTell as error:
@@ -69,6 +74,9 @@ def answer(request: Request, trace: StepTrace, run: Simulated) -> Prediction:
     if missing and verdict is not Verdict.DOES_NOT_FIT:
         verdict, reason, host = Verdict.DOES_NOT_FIT, missing, replace(host, missing_bytes=lacks)
     peak = _moment(ledger, free, free.peak_allocated_event)
+    load, short = _load(request, trace, device.usable_bytes)
+    if short and verdict is not Verdict.DOES_NOT_FIT:
+        verdict, reason, headroom = Verdict.DOES_NOT_FIT, short, device.usable_bytes - load["load"].allocated_bytes
     time, no_time = _time(request, trace, run)
     return Prediction(
         verdict=verdict,
@@ -86,16 +94,50 @@ def answer(request: Request, trace: StepTrace, run: Simulated) -> Prediction:
         headroom_bytes=headroom,
         fragmentation_bytes=free.peak_reserved_bytes - int(ledger.live_bytes()[free.peak_reserved_event]),
         peak=peak,
-        phases=_phases(ledger, free),
+        phases={**load, **_phases(ledger, free)},
         host=host,
         failure=failure,
         num_alloc_retries=limited.num_alloc_retries,
         flops_per_step=trace.flops * (request.loop.grad_accum_steps if request.has_backward else request.num_forwards),
         time=time,
-        hints=tuple(run.strategy.hints()),
+        error_bars=error_bars(request),
+        hints=(*run.strategy.hints(), *_host_of_loading(request, trace)),
         assumptions=(*_assumptions(request, trace), *(time.assumptions if time else no_time)),
         versions=trace.versions,
     )
+
+
+def _load(request: Request, trace: StepTrace, usable: int) -> tuple[dict[str, Moment], str]:
+    """(the moment of loading that is worth knowing, as a phase; why it is too much, or "")."""
+    peak = loading_peak(request, trace)
+    if peak is None:
+        return {}, ""
+    moment = Moment(
+        allocated_bytes=peak.nbytes,
+        requested_bytes=peak.nbytes,
+        phase="load",
+        fqn=peak.fqn,
+        what=peak.what,
+        step=_STEP_NAMES[0],
+        components={"param": peak.nbytes},
+    )
+    if peak.nbytes <= usable:
+        return {"load": moment}, ""
+    short = f"{gib(peak.nbytes)} of {gib(usable)} are asked for while the checkpoint is loaded ({peak.what})"
+    return {"load": moment}, short
+
+
+def _host_of_loading(request: Request, trace: StepTrace) -> list[str]:
+    """What the host cannot hold while the model is made there."""
+    ranks = request.gpus // request.nodes
+    own = host_bytes(request, trace)
+    if request.host_ram_bytes is None or own * ranks <= request.host_ram_bytes:
+        return []
+    who = f"each of {ranks} processes" if ranks > 1 else "the process"
+    return [
+        f"from_pretrained makes the model on the host first: {gib(own)} for {who}, {gib(own * ranks)} on a machine that has "
+        f"{gib(request.host_ram_bytes)}. Load it with device_map, which goes to the GPU tensor by tensor"
+    ]
 
 
 def _time(request: Request, trace: StepTrace, run: Simulated) -> tuple[StepTime | None, list[str]]:
@@ -318,6 +360,8 @@ def _assumptions(request: Request, trace: StepTrace) -> list[str]:
         + (" and to NCCL" if request.gpus > 1 else "")
         + "; nothing else runs on the card"
     )
+    if nccl := outside.said(request):
+        said.append(nccl)
     if request.offload and request.host_ram_bytes is None:
         said.append("each machine has the host memory that this needs (--host-ram not given)")
     if any(s.op.startswith("aten.convolution") for s in trace.signatures):

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .error_bars import ErrorBar
     from .timeline.step_time import StepTime
 
 
@@ -116,6 +117,8 @@ class Prediction:
     """One optimizer step in the steady state; None where it cannot be told."""
     max_micro_batch_size: int | None = None
     max_seq_len: int | None = None
+    error_bars: tuple[ErrorBar, ...] = ()
+    """How far off predictions of runs like this one have been."""
     remedies: tuple[Remedy, ...] = ()
     hints: tuple[str, ...] = ()
     """What a person should know who would run this: a setting that works against its purpose, and its cure."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..units import gib, human
+from .error_bars import in_words
 from .optimizers.methods import METHODS as OPTIMIZER_METHODS
 from .prediction import Verdict
 from .strategies import ZEROTH_ORDER
@@ -163,6 +164,8 @@ def _asked(p: Prediction, width: int) -> str:
         lines.append(("work", f"{count(p.flops_per_step)} floating-point operations in one {unit}"))
     if p.time is not None:
         lines.append(("time", _time(p)))
+    if p.error_bars:
+        lines.append(("error", in_words(p.error_bars)))
     return "\n".join(line for name, text in lines for line in _named(name, text, width))
 
 
@@ -263,7 +266,9 @@ def _phase(phase: str, step: str) -> str:
 
 def _place(moment: Moment | Failure, before: str = "") -> str:
     """The module and the op, or "" where the phase says it all."""
-    if moment.phase in ("load", "init", "step"):
+    if moment.phase == "load":
+        return before + moment.what
+    if moment.phase in ("init", "step"):
         return ""
     op = op_name(moment.what)
     module = moment.fqn or ("the loss" if op in _LOSS_OPS else "")

@@ -29,6 +29,8 @@ def add_commands(commands: Any) -> None:
     )
     parser.add_argument("--processes", type=int, metavar="N", help="rows that are predicted at once (default: one a core)")
     parser.add_argument("--write", metavar="PAGE.md", help="write the result as a page, as docs/accuracy.md is")
+    errors = "write the errors by kind of run, which later predictions show as their own (planner/data/errors.json)"
+    parser.add_argument("--errors", metavar="FILE.json", help=errors)
     parser.add_argument("--time", metavar="FILE.jsonl", help="score predicted speeds against published ones, and nothing else")
     parser.add_argument("--json", action="store_true", help="print JSON; sizes in bytes")
     parser.set_defaults(run=run_accuracy)
@@ -58,6 +60,12 @@ def run_accuracy(args: argparse.Namespace) -> int:
     summaries = summarise(scored)
     if args.write:
         _write_page(Path(args.write), scored, summaries)
+    if args.errors:
+        from ..files import write_for_user
+        from ..planner.error_bars import as_text as bars_as_text
+        from .accuracy_errors import published_errors
+
+        write_for_user(args.errors, bars_as_text(published_errors(chosen, scored)))
     if args.json:
         import json
 

@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UserError
+from ..files import data_home, write_whole
+from ..planner.error_bars import as_text, own_path
 
 if TYPE_CHECKING:
     from .compare import Comparison
@@ -54,21 +56,24 @@ class Record:
 
 
 def default_path() -> Path:
-    """MEMPLAN_HOME/records.sqlite3, else XDG_DATA_HOME/memplan/..., else ~/.local/share/memplan/..."""
-    home = os.environ.get("MEMPLAN_HOME")
-    if home:
-        return Path(home, "records.sqlite3")
-    data = os.environ.get("XDG_DATA_HOME")
-    return Path(data if data else Path.home() / ".local" / "share", "memplan", "records.sqlite3")
+    """`records.sqlite3` in `files.data_home`."""
+    return data_home() / "records.sqlite3"
 
 
 def remember(comparison: Comparison, path: str | os.PathLike[str] | None = None) -> str | None:
-    """Adds a record; returns a one-line warning where it could not be kept."""
+    """Adds a record; returns a one-line warning where it could not be kept.
+
+    A run on a GPU also renews the error bars of later predictions (`planner.error_bars`).
+    """
     place = Path(path) if path is not None else default_path()
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
         with _open(place) as connection:
             add(connection, comparison)
+        if comparison.device != "cpu" and path is None:
+            from .accuracy_errors import own_errors
+
+            write_whole(own_path(), as_text(own_errors(records(place))))
     except (sqlite3.Error, OSError, UserError) as error:
         return f"the result was not recorded in {place}: {' '.join(str(error).split())}"
     return None

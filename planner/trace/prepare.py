@@ -47,6 +47,8 @@ def ready(spec: ModelSpec, options: TraceOptions, *, real: bool = False) -> Buil
     attention = "sdpa" if stand_in else options.attention  # switched below
     built = build(spec, dtype=getattr(torch, PARAM_DTYPE[options.precision]), attention=attention)
     module, notes = built.module, list(built.notes)
+    if options.precision.endswith("-mixed") and options.adapter is None:
+        _cast_all(module, options.precision)
     _freeze(module, options.frozen)
     if options.blockwise:
         notes.append(_train_one_block(module, options.blockwise))
@@ -79,8 +81,12 @@ def _adapted(built: BuiltModel, spec: ModelSpec, options: TraceOptions, real: bo
     adapter, param_dtype = options.adapter, PARAM_DTYPE[options.precision]
     assert adapter is not None
     narrow = AUTOCAST_DTYPE.get(options.precision, param_dtype)
+    from ...models.int8 import run_as_on_a_gpu
+
     module, said = adapter.apply(built.module, task=spec.task, compute_dtype=getattr(torch, narrow))
     built = replace(built, module=module)
+    if adapter.base_quant == "int8" and options.target == "cuda" and not real:
+        run_as_on_a_gpu(module)
     if not adapter.autocast or param_dtype == "float32":
         return built, said
     own, dtype = built.step, getattr(torch, param_dtype)
@@ -91,6 +97,15 @@ def _adapted(built: BuiltModel, spec: ModelSpec, options: TraceOptions, real: bo
 
     how = f"the step runs under {param_dtype} autocast, as the Trainer runs it with {options.precision}=True"
     return replace(built, step=step), [*said, how]
+
+
+def _cast_all(module: nn.Module, precision: str) -> None:
+    """Engines with fp32 masters cast every parameter, also those that `from_pretrained` keeps in fp32 (T5's `wo`), and no
+    buffer (deepspeed 0.19.8, runtime/engine.py, `_cast_module_mixed_precision`)."""
+    dtype = getattr(torch, PARAM_DTYPE[precision])
+    for param in module.parameters():
+        if param.dtype is torch.float32:
+            param.data = param.data.to(dtype)
 
 
 def _freeze(module: nn.Module, prefixes: tuple[str, ...]) -> None:
@@ -194,7 +209,7 @@ def _recompute_some(module: nn.Module, kind: str, number: int, names: tuple[str,
     if kind == "selective-layer":
         _wrap(module, path, [[b] for b in blocks], [(i + 1) % number == 0 for i in range(len(blocks))], reentrant, None)
         return [f"every block of {path} whose number is a multiple of {number} is checkpointed"]
-    saved = _saved_ops(names)
+    saved = saved_ops(names)
     _wrap(module, path, [[b] for b in blocks], [True] * len(blocks), False, partial(_keeping, saved))
     return [f"blocks of {path} are recomputed, but for the results of {', '.join(names)}"]
 
@@ -227,7 +242,7 @@ def _keeping_calls(kept: frozenset[Op]) -> Any:
     return create_selective_checkpoint_contexts(policy)
 
 
-def _saved_ops(names: tuple[str, ...]) -> frozenset[str]:
+def saved_ops(names: tuple[str, ...]) -> frozenset[str]:
     unknown = [n for n in names if n not in _SAVED_OPS and not n.startswith("aten.")]
     if unknown:
         hint = did_you_mean(unknown[0], _SAVED_OPS) or f"Known: {', '.join(_SAVED_OPS)}, or an op such as aten.mm"

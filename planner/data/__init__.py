@@ -1,0 +1,1 @@
+"""Figures that planner modules read, each file made by a command of memplan."""
