@@ -202,6 +202,7 @@ CASES: tuple[ZeroCase, ...] = (
     _case(2, "bert", 5_000, use_multi_rank_bucket_allreduce=False, world_size=3, rank=1, grad_accum_dtype=_FP32),
     _case(2, "llama", 5_000, compute_grad_norm=False, world_size=3, rank=1),
     _case(1, "bert", 5_000, compute_grad_norm=False, precision="fp16", grad_accum_dtype=_FP32),
+    _case(2, "t5", 5_000, precision="fp16", world_size=3, rank=1),  # transformers keeps `wo` in fp32, DeepSpeed does not
     # -- stages 1 and 2 with the optimizer on the host -------------------------------------------------------------------
     _case(2, "llama", 5_000, offload_optimizer=OffloadOptimizer(), own_adam=True, rank=1, quick=True),
     _case(2, "bert", offload_optimizer=OffloadOptimizer(), own_adam=True, world_size=3, rank=1, grad_accum_steps=2),
@@ -223,6 +224,7 @@ CASES: tuple[ZeroCase, ...] = (
     _case(3, "llama", recompute="full", overlap_comm=False, iterations=3, **_TIGHT),
     _case(3, "opt", 3_000, recompute="full", overlap_comm=False, world_size=3, rank=2, **_TIGHT),
     _case(3, "t5", overlap_comm=False, world_size=5, rank=4, iterations=3, **_TIGHT),
+    _case(3, "t5", precision="fp16", world_size=3, rank=2, **_TIGHT),
     _case(3, "gpt2", frozen=("transformer.h.0",), overlap_comm=False, iterations=3, **_TIGHT),
     _case(3, "llama", 3_000, grad_accum_dtype=_FP32, grad_accum_steps=2, overlap_comm=True,
           **_knobs(0, 1_000_000_000, 1_000_000_000, 0)),

@@ -13,6 +13,8 @@ from memplan.planner.loop import LoopFacts
 from memplan.planner.request import Request
 from memplan.planner.strategies import deepspeed_engine
 from memplan.planner.strategies.deepspeed_settings import DeepSpeedSettings, OffloadOptimizer, OffloadParam
+from memplan.planner.trace.options import TraceOptions
+from memplan.planner.trace.tracer import trace_step
 
 BF16_MASTERS = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
 
@@ -102,3 +104,19 @@ def test_the_answer_says_which_engine_and_which_adam_it_takes(request_, said):
 
 def test_nvme_below_stage_3_is_said_to_be_host_memory():
     assert "host memory" in deepspeed_engine.said(ask("zero2", offload=("optimizer:nvme",)))[1]
+
+
+def test_masters_in_fp32_make_every_parameter_16_bit_also_what_transformers_keeps(tmp_path, monkeypatch):
+    monkeypatch.setenv("MEMPLAN_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "t5", "d_model": 16, "d_kv": 4, "d_ff": 32, "num_layers": 1, "num_heads": 2, "vocab_size": 32,'
+        ' "architectures": ["T5ForConditionalGeneration"]}'
+    )
+    spec = load(str(tmp_path))
+
+    def dtypes(precision: str) -> set[str]:
+        options = TraceOptions(batch_size=1, seq_len=4, precision=precision, target="cpu")
+        return {p.dtype for p in trace_step(spec, options, with_graph=False).params}
+
+    assert dtypes("fp16") == {"float16", "float32"}
+    assert dtypes("fp16-mixed") == {"float16"}
