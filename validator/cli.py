@@ -47,6 +47,12 @@ def add_commands(commands: Any) -> None:
         action="store_true",
         help="on the CPU: run every rank of --strategy in a process of its own, as on GPUs (default: one process is one rank)",
     )
+    how.add_argument(
+        "--runtime",
+        choices=("own", "zo2"),
+        default="own",
+        help="of --method mezo and zo2: memplan's own (default), or zo2 itself, where that package and a GPU are there",
+    )
     how.add_argument("--snapshot", metavar="FILE.pickle", help="write the GPU's memory history for pytorch.org/memory_viz")
     kept = parser.add_argument_group("the records")
     kept.add_argument("--record", action=argparse.BooleanOptionalAction, default=True, help="remember the result (default)")
@@ -168,6 +174,8 @@ def _compare(args: argparse.Namespace) -> Comparison:
         if getattr(args, option) < least:
             raise UserError(f"--{option} {getattr(args, option)}: must be {least} or more", "Leave it out for the default")
     _check_timeout(args.timeout)
+    if args.runtime == "zo2":
+        return _against_zo2(args)
     device = resolve_device(args.device, getattr(args, "gpus", None) or 1)
     args.gpu = "auto" if device == "cuda" else ANY_GPU
     request = request_from(args).but(iterations=args.steps)
@@ -184,6 +192,19 @@ def _compare(args: argparse.Namespace) -> Comparison:
         )
     warning = remember(comparison, args.store) if args.record else None
     return replace(comparison, notes=(*comparison.notes, warning)) if warning else comparison
+
+
+def _against_zo2(args: argparse.Namespace) -> Comparison:
+    from ..hardware.detect import gpus
+    from ..planner.options import request_from
+    from ..planner.trace.source import TraceSource
+    from .api import ANY_GPU
+    from .runtimes.zo.itself import validate_zo2
+
+    args.gpu = "auto" if gpus() else ANY_GPU  # without one it is refused below, after a missing zo2
+    request = request_from(args).but(iterations=args.steps)
+    request.check()
+    return validate_zo2(request, TraceSource(), tolerance=args.tolerance)
 
 
 def _table(found: list[Record]) -> str:

@@ -21,7 +21,7 @@ from ..simulate import Block, Simulation
 from ..trace.steptrace import Pass, StepTrace, TensorSlot
 from .base import Run, Segment, Strategy
 from .zo_blocks import perturb, update
-from .zo_settings import ZoSettings
+from .zo_settings import TRAINED, ZoSettings
 
 if TYPE_CHECKING:
     from ..request import Request
@@ -63,6 +63,11 @@ class Mezo(Strategy):
 def check(request: Request) -> None:
     """Raises UserError or CannotTell for a request that MeZO cannot be asked."""
     check_forward_only(request)
+    if request.gpus > 1:
+        raise CannotTell(
+            f"--gpus {request.gpus}: MeZO's trainer lays the layers on several GPUs one after the other (device_map='auto'), "
+            "which is not modelled. Use one GPU, or --method distzo2"
+        )
     settings = request.zo or ZoSettings()
     if settings != ZoSettings(use_cache=settings.use_cache):
         raise UserError(
@@ -75,6 +80,21 @@ def check_forward_only(request: Request) -> None:
     name = request.method
     if request.strategy != "single":
         raise CannotTell(f"--method {name} with --strategy {request.strategy} is not modelled. Leave --strategy out")
+    if request.optimizer != "adamw":  # what nobody chose
+        raise UserError(
+            f"--optimizer {request.optimizer}: --method {name} has none: its step is p -= lr * g * z", "Leave it out"
+        )
+    if request.use_cache and name != "mezo":
+        raise UserError(f"--use-cache: --method {name} builds no key-value cache", "Leave it out")
+    if (adapter := request.adapter) is not None:
+        if adapter.kind not in TRAINED or adapter.base_quant != "none" or adapter.modules_to_save:
+            what = f"{adapter.kind} on a {adapter.base_quant} base" if adapter.base_quant != "none" else adapter.kind
+            raise CannotTell(f"--method {name} with {what} is not modelled. Use --zo-train {' or '.join(TRAINED[1:])} alone")
+        if name != "mezo" and adapter.kind != "lora":
+            raise CannotTell(
+                f"--zo-train {adapter.kind} with --method {name} is not modelled: its cache goes through all blocks. "
+                "Use --zo-train lora, or --method mezo"
+            )
     if request.loop.grad_accum_steps > 1:
         raise UserError(
             f"--grad-accum {request.loop.grad_accum_steps}: zeroth-order trainers take a step for every batch",
@@ -102,8 +122,16 @@ def make(request: Request, trace: StepTrace) -> Mezo:
 def said(request: Request) -> list[str]:
     settings = request.zo or ZoSettings()
     return [
+        *said_of_adapter(request),
         "MeZO: two forwards a step, noise from one seed, updates in place; no gradients, no optimizer state",
         "the forward builds a key-value cache, as both MeZO trainers leave it"
         if settings.use_cache
         else "the forward builds no key-value cache (use_cache=False)",
     ]
+
+
+def said_of_adapter(request: Request) -> list[str]:
+    """What is perturbed where not all of the model is."""
+    if request.adapter is None:
+        return []
+    return [f"only the parameters of {request.adapter.kind} are perturbed, in the dtype of the model; the modules are peft's"]

@@ -5,6 +5,7 @@ import json
 
 import pytest
 from memplan import __main__ as command_line
+from memplan.errors import UserError
 from memplan.planner.api import make_request
 from memplan.planner.predict import predict
 from memplan.planner.strategies.zo_settings import ZoSettings
@@ -81,11 +82,18 @@ def test_the_command_fills_in_the_groups(capsys):
     ("words", "said"),
     [
         ("--zo-bucket", "--zo-bucket with --method full: it belongs to zeroth-order training. Use --method zo2"),
+        ("--zo-train lora", "--zo-train with --method full: it belongs to zeroth-order training. Use --method zo2"),
+        ("--method mezo --zo-train lorra", "--zo-train 'lorra' is not known. Did you mean lora?"),
+        ("--method mezo --lora-rank 4", "--lora-rank with --method mezo: it belongs to adapters"),
         ("--method zo2 --zo-offload-blocks some", "--zo-offload-blocks some: expected a number or all"),
         ("--method zo2 --zo-pert 3", "--zo-pert 3: a step has two perturbed forwards. Use 1 or 2"),
         ("--method zo2 --gpus 2", "--gpus 2: ZO2 runs on one GPU. Use --method distzo2"),
         ("--method distzo2 --gpus 3 --zo-pert 2", "An odd number of GPUs has no pairs: use --zo-pert 1"),
         ("--method distzo2 --gpus 2 --zo-slice", "there is no NVLink"),
+        ("--method zo2 --zo-offload-blocks 5", "--zo-offload-blocks 5: the model has 4 blocks. Leave it out for all of them"),
+        ("--method zo2 --optimizer adamw", "--optimizer: --method zo2 has no optimizer. Leave it out"),
+        ("--method mezo --optimizer-impl fused", "--optimizer-impl: --method mezo has no optimizer. Leave it out"),
+        ("--method zo2 --use-cache", "--use-cache: --method zo2 builds no key-value cache. Leave it out"),
         ("--method mezo --grad-accum 2", "--grad-accum 2: zeroth-order trainers take a step for every batch"),
         ("--method zo2 --zo-amp", "--zo-amp with --precision fp16: amp computes in autocast on fp32 parameters"),
     ],
@@ -97,6 +105,16 @@ def test_bad_input_is_one_line_and_exit_2(capsys, words, said):
     assert out == ""
     assert said in err
     assert err.count("\n") == 1
+
+
+def test_several_gpus_under_mezo_are_said_not_to_be_modelled(capsys):
+    assert command_line.main([*BASE, "--method", "mezo", "--gpus", "2"]) == 2
+    assert "device_map='auto'" in " ".join(capsys.readouterr().out.split())
+
+
+def test_an_optimizer_is_refused_from_python_too(traces):
+    with pytest.raises(UserError, match="--optimizer lion: --method zo2 has none"):
+        predict(ask(method="zo2", optimizer="lion"), traces)
 
 
 def test_a_model_without_a_list_of_blocks_cannot_be_told(capsys):
@@ -113,4 +131,13 @@ def test_every_zo_option_is_listed_by_fit():
 
     add_run_options(parser)
     options = {o for action in parser._actions for o in action.option_strings if o.startswith("--zo-")}
-    assert len(options) == len(ZoSettings.__dataclass_fields__)
+    assert len(options) == len(ZoSettings.__dataclass_fields__) + 1  # --zo-train is an adapter
+
+
+def test_an_adapter_is_asked_for_by_its_name(capsys):
+    assert command_line.main([*BASE, "--method", "mezo", "--zo-train", "lora", "--lora-rank", "4", "--json"]) == 0
+
+    told = json.loads(capsys.readouterr().out)
+    assert (told["question"]["adapter"]["kind"], told["question"]["adapter"]["rank"]) == ("lora", 4)
+    assert told["num_trainable_params"] == 4 * 2 * 4 * 2 * 128  # blocks, projections, rank, both matrices
+    assert told["num_trainable_params"] < told["num_params"] / 50

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
@@ -41,6 +42,60 @@ def test_a_missing_zo2_is_named_with_its_home(monkeypatch):
 def test_what_zo2_cannot_do_is_said_before_it_is_looked_for(options, message):
     with pytest.raises(CannotTell, match=message):
         installed.run_installed(question(**options))
+
+
+def command(*words):
+    from memplan import __main__ as command_line
+
+    return command_line.main(["validate", *words, "--precision", "fp16", "--seq", "64", "--runtime", "zo2", "--no-record"])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("facebook/opt-125m --method zo2", "zo2 cannot be imported: "),
+        ("gpt2 --method zo2", "zo2 trains opt and qwen3, not gpt2"),
+        ("facebook/opt-125m --method distzo2 --gpus 2", "zo2 runs --method mezo and zo2, on one GPU"),
+        ("facebook/opt-125m --method zo2 --freeze model.decoder.embed", "trains the whole model"),
+    ],
+)
+def test_the_command_says_in_one_line_why_zo2_does_not_run(monkeypatch, capsys, words, message):
+    monkeypatch.setitem(sys.modules, "zo2", None)
+
+    assert command(*words.split()) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_without_a_gpu_zo2_is_not_started(monkeypatch, capsys):
+    monkeypatch.setattr(installed, "_modules", lambda kind, method: (ModuleType("zo2"), ModuleType("config")))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+    assert command("facebook/opt-125m", "--method", "zo2") == 2
+    assert "zo2 needs a GPU: torch finds none" in capsys.readouterr().err
+
+
+def test_what_zo2_measures_is_compared_with_the_prediction(monkeypatch, capsys):
+    """A made-up measurement stands in for a GPU's: it differs, and that is said."""
+    from memplan.validator.measurement import PhaseBytes, Usage
+
+    asked = []
+
+    def run_installed(run):
+        asked.append(run)
+        phase = PhaseBytes(phase="forward", step="later", peak_bytes=10**9, after_bytes=10**8)
+        usage = Usage(counter="allocated", phases=(phase,), components={})
+        return SimpleNamespace(ranks=(SimpleNamespace(usage=lambda: usage),))
+
+    monkeypatch.setattr(installed, "run_installed", run_installed)
+    code = command("facebook/opt-125m", "--method", "zo2", "--zo-offload-blocks", "3", "--json")
+
+    found = json.loads(capsys.readouterr().out)
+    assert (code, found["outcome"]) == (1, "differs")
+    assert (asked[0].offloaded_blocks, asked[0].precision, asked[0].device) == ((0, 1, 2), "fp16", "cuda")
+    assert found["question"]["loss"] == "shifted"
 
 
 @dataclass

@@ -30,7 +30,6 @@ def run_installed(run: ZoRun) -> ZoMeasurement:
 
     Raises UserError where zo2 or a GPU is missing, CannotTell for what zo2 cannot do.
     """
-    run.check()
     kind = run.model.model_type
     if kind not in _CLASSES:
         raise CannotTell(f"zo2 trains {' and '.join(_CLASSES)}, not {kind or 'a factory'}. Use this package's own runtime")
@@ -39,6 +38,7 @@ def run_installed(run: ZoRun) -> ZoMeasurement:
     modules = _modules(kind, run.method)
     if not torch.cuda.is_available():
         raise UserError("zo2 needs a GPU: torch finds none", "Use this package's own runtime, which also runs on the CPU")
+    run.check()
     torch.cuda.set_device(0)  # zo2's streams and random states are those of the current device
     return _run(run, modules, CudaRecorder(), "cuda:0")
 
