@@ -23,9 +23,9 @@ from .wording import COMPONENT, PHASE, columns, op_name
 
 @dataclass(frozen=True, kw_only=True)
 class Storage:
-    """Blocks of one size, place and purpose that are live at the peak; `num_blocks` of them, `nbytes` each."""
+    """Blocks of one size, place and purpose that are live at the peak; `num_blocks` of them, `block_bytes` each."""
 
-    nbytes: int
+    block_bytes: int
     num_blocks: int
     component: str
     fqn: str
@@ -33,7 +33,7 @@ class Storage:
 
     @property
     def total_bytes(self) -> int:
-        return self.nbytes * self.num_blocks
+        return self.block_bytes * self.num_blocks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +106,7 @@ def _storages(blocks: Sequence[tuple[int, int, str, str]]) -> tuple[Storage, ...
         key = nbytes, component, general(fqn), what if _is_op(what) else general(what)
         counts[key] = counts.get(key, 0) + 1
     found = [
-        Storage(nbytes=nbytes, num_blocks=n, component=Component(component).label, fqn=fqn, what=what)
+        Storage(block_bytes=nbytes, num_blocks=n, component=Component(component).label, fqn=fqn, what=what)
         for (nbytes, component, fqn, what), n in counts.items()
     ]
     return tuple(sorted(found, key=lambda s: (-s.total_bytes, s.fqn, s.what)))
