@@ -22,12 +22,21 @@ _MULTIPLE = 32  # of the widths that the kernel takes (qlinear_tritonv2.py, __in
 class GptqLinear(nn.Module):
     """`infeatures` x `outfeatures`, stored in 4 bits."""
 
-    def __init__(self, infeatures: int, outfeatures: int, bias: bool) -> None:
+    def __init__(
+        self, infeatures: int, outfeatures: int, bias: bool, as_parameters: bool = False, group_size: int | None = None
+    ) -> None:
         super().__init__()
         self.infeatures, self.outfeatures = infeatures, outfeatures
-        groups = -(-infeatures // GROUP)
-        self.register_buffer("qweight", torch.empty(infeatures // _PACKED, outfeatures, dtype=torch.int32))
-        self.register_buffer("qzeros", torch.empty(groups, outfeatures // _PACKED, dtype=torch.int32))
+        groups = 1 if group_size == -1 else -(-infeatures // (group_size or GROUP))
+        for name, rows, columns in (
+            ("qweight", infeatures // _PACKED, outfeatures),
+            ("qzeros", groups, outfeatures // _PACKED),
+        ):
+            if as_parameters:  # the same bytes as fp16, which is what can be sharded with the rest
+                values = torch.empty(rows * 2, columns, dtype=torch.float16)
+                self.register_parameter(name, nn.Parameter(values, requires_grad=False))
+            else:
+                self.register_buffer(name, torch.empty(rows, columns, dtype=torch.int32))
         self.register_buffer("scales", torch.empty(groups, outfeatures, dtype=torch.float16))
         self.register_buffer("g_idx", torch.empty(infeatures, dtype=torch.int32))
         self.register_buffer("bias", torch.empty(outfeatures, dtype=torch.float16) if bias else None)
@@ -56,8 +65,12 @@ class _Product(torch.autograd.Function):
         return grads[0] @ weight.t(), None, None
 
 
-def quantise(module: nn.Module, kept: list[str]) -> tuple[nn.Module, list[str]]:
+def quantise(
+    module: nn.Module, kept: list[str], as_parameters: bool = False, group_size: int | None = None
+) -> tuple[nn.Module, list[str]]:
     """(`module` with its linear layers stored by GPTQ, what was done in words).  `kept`: paths that stay.
+
+    `as_parameters`: the packed weights are frozen parameters instead of buffers.  `group_size`: None: GROUP; -1: a column.
 
     Raises UserError for widths that the kernel does not take, CannotTell for a module with values: this layer computes none.
     """
@@ -76,14 +89,15 @@ def quantise(module: nn.Module, kept: list[str]) -> tuple[nn.Module, list[str]]:
                 f"--base-quant gptq: {path} is {rows} x {columns}, and its kernel takes multiples of {_MULTIPLE}",
                 "Use --base-quant nf4",
             )
-        new = GptqLinear(int(rows), int(columns), part.bias is not None)
+        new = GptqLinear(int(rows), int(columns), part.bias is not None, as_parameters, group_size)
         new._forward_hooks.update(part._forward_hooks)
         module.set_submodule(path, new)
         replaced += 1
     if not replaced:
         raise UserError(f"--base-quant gptq: {type(module).__name__} has no linear layer", "Leave --base-quant out")
+    groups = "one group a column" if group_size == -1 else f"groups of {group_size or GROUP}"
     module.is_loaded_in_4bit, module.quantization_method = True, "gptq"  # type: ignore[assignment]
     return module, [
-        f"{replaced} linear layers are stored in 4 bits (GPTQ, groups of {GROUP}); embeddings, norms and the head are not",
+        f"{replaced} linear layers are stored in 4 bits (GPTQ, {groups}); embeddings, norms and the head are not",
         "GPTQ's products make the whole weight in fp16 (triton v2 kernels)",
     ]

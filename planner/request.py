@@ -25,7 +25,7 @@ METHODS = ("full", *ADAPTER_METHODS, *ZEROTH_ORDER, *OPTIMIZER_METHODS)
 STRATEGIES = (SINGLE, "release", *DISTRIBUTED)
 MODES = ("train", "forward", "inference")
 ATTENTIONS = ("sdpa", "eager", "flash_attention_2")
-LOSSES = ("model", "plain", "shifted", "chunked")
+LOSSES = ("model", "plain", "shifted", "chunked", "liger")
 # Other spellings that people use, by option.
 ALIASES = {"attention": {"flash2": "flash_attention_2"}, "loss": {"hf": "model"}}
 # Strategies whose treatment of frozen parameters beside trained ones is modelled.
@@ -117,6 +117,9 @@ class Request:
         settings = self.adapter_settings
         if settings is None:
             return
+        if self.method in ZEROTH_ORDER:
+            settings.check()
+            return  # its door says the rest
         if self.method not in ADAPTER_METHODS:
             raise UserError(f"--method {self.method} has no adapter", f"Choose one of {', '.join(ADAPTER_METHODS)}")
         settings.check()
@@ -144,6 +147,10 @@ class Request:
     @property
     def adapter_settings(self) -> AdapterSettings | None:
         """What is put on the model; None where its own weights train."""
+        if self.adapter is not None and self.method in ZEROTH_ORDER:
+            from .strategies.zo_settings import without_autocast
+
+            return without_autocast(self.adapter)
         return self.adapter or (AdapterSettings.of(self.method) if self.method in ADAPTER_METHODS else None)
 
     @property
@@ -160,6 +167,10 @@ class Request:
         """The same question with some things changed; loop facts are named with their own field names."""
         loop_fields = {k: v for k, v in changes.items() if k in LoopFacts.__dataclass_fields__}
         own = {k: v for k, v in changes.items() if k not in loop_fields}
+        if own.get("strategy", self.strategy) != self.strategy and "device" not in own:
+            from .strategies.outside import moved_to  # another strategy can have another number of communicators
+
+            own["device"] = moved_to(self.device, self.gpus, self.strategy, own["strategy"])
         return replace(self, **own, loop=replace(self.loop, **loop_fields))
 
     def as_data(self) -> dict[str, Any]:

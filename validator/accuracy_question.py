@@ -39,6 +39,13 @@ _RECOMPUTES = frozenset({"blocks_per_checkpoint", "recompute"})  # arguments of 
 _MODE = {"train": "train", "forward-backward": "train", "forward": "forward", "inference": "inference"}
 # Checkpoints whose quantize_config.json has another group_size than most.
 _GPTQ_GROUPS = {"TheBloke/Llama-2-70B-GPTQ": -1}
+# (name, implementation) of a row -> the planner's name, where the step is a library's: its states have a type of their own.
+_OF_LIBRARIES = {
+    ("adam8bit", "bnb"): "adam-8bit",
+    ("adamw8bit", "bnb"): "adamw-8bit",
+    ("paged-adamw", "bnb"): "paged-adamw-32bit",
+    ("lamb", "apex-fused"): "apex-lamb",
+}
 # Steps without a state or a temporary: what a loop without an optimizer costs.
 _NO_OPTIMIZER = ("sgd", "for-loop")
 
@@ -58,10 +65,12 @@ def question_of(row: Row) -> Question:
     from ..planner.request import Request
     from ..planner.strategies import SINGLE, ZEROTH_ORDER
     from ..planner.strategies.deepspeed_settings import DeepSpeedSettings
+    from ..planner.strategies.outside import with_nccl
 
     _refuse_what_is_not_modelled(row)
     profile = profile_of(row)
-    device = _device(row)
+    gpus = row.hardware.num_gpus if _strategy(row) != SINGLE else 1
+    device = with_nccl(_device(row), gpus, _strategy(row))
     zeroth_order = row.strategy.method in ZEROTH_ORDER
     optimizer, impl = ("adamw", "default") if zeroth_order else _optimizer(row)
     adapter = _adapter(row)
@@ -84,7 +93,7 @@ def question_of(row: Row) -> Question:
         loss="shifted" if zeroth_order else "model",  # of zo2 and MeZO, in the logits' own dtype
         adapter=adapter,
         strategy=_strategy(row),
-        gpus=row.hardware.num_gpus if _strategy(row) != SINGLE else 1,
+        gpus=gpus,
         offload=() if zeroth_order else _offload(row),  # their blocks live on the host by themselves
         fsdp=_fsdp(row),
         deepspeed=DeepSpeedSettings(**profile.deepspeed) if profile.deepspeed else None,
@@ -273,6 +282,10 @@ def _optimizer(row: Row) -> tuple[str, str]:
     o = row.strategy.optimizer
     if o.name == "none" or row.workload.phase != "train":
         return _NO_OPTIMIZER
+    if (o.name, o.impl) in _OF_LIBRARIES:
+        return _OF_LIBRARIES[o.name, o.impl], "default"
+    if o.name == "adafactor" and row.source.name == "hf-transformers-docs":
+        return "hf-adafactor", "default"  # the Trainer's, whose state is fp32
     name = "sgd-momentum" if o.name == "sgd" and o.momentum else o.name
     from ..planner.optimizers.traced import impl_in, names
 

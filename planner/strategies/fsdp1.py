@@ -15,6 +15,10 @@ divides F), c = ceil(F / N) on every rank; a, r and o are the bytes of an elemen
 
 Under `no_sync` a F of every unit stays.  A unit of which only some parameters train, and one that runs twice, are refused.
 
+A frozen unit inside a reentrant checkpoint (`units_inside_checkpoints`): its hook on the gradients of its inputs
+(`_register_post_backward_reshard_only_hook`) lives until the whole backward is over, and with it what the hook refers to:
+the accumulators of the recomputed call's inputs, so the inputs and their gradients.
+
 Known limit: `record_stream` returns a freed block only when its stream is done, which shows in reserved memory alone.
 """
 
@@ -29,9 +33,9 @@ from ..clipping import clip_grad_norm_events
 from ..ledger import Component, Tier
 from ..optimizers.rule import OptimizerTensor, StepEvents, StepKind
 from ..simulate import Block, Simulation
-from ..trace.steptrace import ITEMSIZE, Pass, StepTrace, TensorSlot
+from ..trace.steptrace import ITEMSIZE, EventKind, Pass, Phase, StepTrace, TensorSlot
 from .base import Strategy
-from .fsdp_door import refuse_half_offload, settings_of, shards_of
+from .fsdp_door import adapted, refuse_half_offload, settings_of, shards_of
 from .fsdp_settings import FsdpSettings
 from .fsdp_units import FLOATS, ROOT, CastInputs, depth, must_suit_narrow_trace, refuse_two_precisions, times_entered, units_of
 
@@ -57,6 +61,8 @@ class _Unit:
     ticket: int | None = None  # of the gather that nothing has waited for yet
     needs_unshard: bool = False  # `_needs_pre_backward_unshard`
     in_backward: bool = False
+    is_inside_reentrant: bool = False
+    kept: int = 0  # bytes of the input that its hook holds
     place: int | None = None  # `_post_forward_index`
     is_over: bool = False  # the module's own backward, in this micro step
     grads: dict[str, Block] = field(default_factory=dict)  # as autograd made them
@@ -94,6 +100,8 @@ class FullySharded(Strategy):
         self._cast_inputs: CastInputs | None = None
         self._wide_buffers: list[tuple[TensorSlot, Block]] = []  # until the first forward
         self._reduces = True
+        self._held: list[Block] = []  # by the hooks of frozen units
+        self._held_next = 0  # bytes of the gradient that the unit before is still computing with
         self._micro_batch = 0
         self._steps = 0
         self._is_initialised = False
@@ -216,14 +224,21 @@ class FullySharded(Strategy):
             self._wait(sim, unit)
             if self.settings.forward_prefetch:
                 self._prefetch(sim, self._next_forward(unit))
-        elif kind is Pass.BACKWARD and not unit.in_backward:
-            unit.in_backward = True
-            if unit.needs_unshard and not unit.prefetched:
+        elif kind is Pass.RECOMPUTE and not unit.in_backward:  # a forward like any other
+            if not unit.prefetched:
                 self._unshard(sim, unit)
             self._wait(sim, unit)
-            unit.needs_unshard = False
-            if self.settings.backward_prefetch == "BACKWARD_PRE":
-                self._prefetch_backward(sim, unit)
+        elif kind is Pass.BACKWARD and not unit.in_backward and module not in self._inside_reentrant:
+            self._enter_backward(sim, unit)
+
+    def _enter_backward(self, sim: Simulation, unit: _Unit) -> None:
+        unit.in_backward = True
+        if unit.needs_unshard and not unit.prefetched:
+            self._unshard(sim, unit)
+        self._wait(sim, unit)
+        unit.needs_unshard = False
+        if self.settings.backward_prefetch == "BACKWARD_PRE":
+            self._prefetch_backward(sim, unit)
 
     def after_module(self, sim: Simulation, module: int, kind: Pass) -> None:
         if kind is Pass.FORWARD and sim.trace.modules[module].fqn == ROOT and self._cast_inputs is not None:
@@ -239,8 +254,16 @@ class FullySharded(Strategy):
             if unit.fqn != ROOT and self.settings.reshards:
                 self._release(sim, unit)
             unit.needs_unshard = True
+        elif kind is Pass.RECOMPUTE:
+            if not unit.in_backward and self.settings.reshards:
+                self._release(sim, unit)
+                unit.needs_unshard = True
+        elif kind is Pass.BACKWARD and module in self._inside_reentrant:
+            pass
         elif kind is Pass.BACKWARD and not unit.trains:
             self._reshard_after_backward(sim, unit)
+            if unit.kept:
+                self._hold(sim, unit)
         elif kind is Pass.BACKWARD:
             unit.is_over = True
             self._join(sim, unit)
@@ -249,6 +272,9 @@ class FullySharded(Strategy):
         """The gradient waits in the input of the flat parameter's split until the whole unit's are there."""
         unit = self._unit_of[param.fqn]
         assert block is not None
+        if unit.is_inside_reentrant and not unit.in_backward:
+            self._enter_backward(sim, unit)
+            unit.is_over = True
         unit.grads[param.fqn] = block
         if unit.is_over:
             self._join(sim, unit)
@@ -266,6 +292,10 @@ class FullySharded(Strategy):
                 unit.new_grad = None
             unit.in_backward = unit.prefetched = unit.needs_unshard = False
             unit.place = None
+        for block in self._held:
+            sim.free(block)
+        self._held.clear()
+        self._held_next = 0
         if self._cast_inputs is not None:
             self._cast_inputs.end_of_micro_step(sim)
         self._order.clear()
@@ -304,6 +334,8 @@ class FullySharded(Strategy):
 
     _cleared = False
     _reached: frozenset[str] = frozenset()
+    _inside_reentrant: frozenset[int] = frozenset()
+    """Modules that run again inside a reentrant checkpoint: of their backward the trace has the gradients' moments only."""
 
     # -- gather and release ----------------------------------------------------------------------------------------------
 
@@ -436,17 +468,33 @@ class FullySharded(Strategy):
         for block in reversed(going):
             sim.free(block)
 
+    def _hold(self, sim: Simulation, unit: _Unit) -> None:
+        """The input stays, and its gradient, which is the one that the unit before begins its backward with."""
+        for nbytes, what in ((unit.kept, "input held by a hook"), (self._held_next, "gradient held by a hook")):
+            if nbytes:
+                self._held.append(sim.alloc(Component.ACTIVATION, nbytes, unit.fqn, what))
+        self._held_next = unit.kept
+
     # -- small parts -----------------------------------------------------------------------------------------------------
 
     def _make_units(self, trace: StepTrace) -> None:
         self._reached = frozenset(trace.params[i].fqn for i in trace.params_with_grad)
+        kept: dict[int, int] = {}
+        if trace.options["reentrant"]:
+            self._inside_reentrant = _recomputed(trace)
+            if self.settings.units_inside_checkpoints:
+                kept = _kept_inputs(trace)
         for index, (fqn, params) in units_of(trace, self.settings).items():
             trains = {p.requires_grad for p in params}
+            _must_be_of_one_type(self.name, fqn, params)
             if len(trains) > 1:
                 raise _half_frozen(self.name, fqn, params, self.settings.use_orig_params)
             if fqn != ROOT and times_entered(trace, fqn) > 1:
                 raise CannotTell(f"--strategy {self.name}: {fqn} runs more than once in a step, which is not modelled")
             unit = self._units[index] = _Unit(fqn, params, trains.pop() and any(p.fqn in self._reached for p in params))
+            unit.is_inside_reentrant = index in self._inside_reentrant
+            if fqn != ROOT and not unit.trains:
+                unit.kept = kept.get(index, 0)
             self._measure(unit)
             self._unit_of.update((p.fqn, unit) for p in params)
 
@@ -468,6 +516,57 @@ class FullySharded(Strategy):
         return sim.optimizer.step([OptimizerTensor((n,), self._stored(slot)) for slot, n in self._stepped(sim)])
 
 
+def _recomputed(trace: StepTrace) -> frozenset[int]:
+    calls = (arg for kind, arg, aux in trace.events() if kind is EventKind.ENTER and aux == Pass.RECOMPUTE)
+    return frozenset(int(trace.call_module[arg]) for arg in calls)
+
+
+def _kept_inputs(trace: StepTrace) -> dict[int, int]:
+    """{module: bytes of its input}: what the call before of its class left, its own call reads, and outlives that call."""
+    found: dict[int, int] = {}
+    starts, inputs = trace.op_input_start.tolist(), trace.op_inputs.tolist()
+    live: dict[int, int] = {}  # storage -> event that made it
+    entered: dict[str, list[int]] = {}  # class -> events at which its calls begin
+    first: dict[str, int] = {}
+    reads: dict[int, set[int]] = {}  # running call -> storages
+    for index, (kind, arg, aux) in enumerate(trace.events()):
+        if kind is EventKind.PHASE and arg == Phase.BACKWARD:
+            break
+        if kind is EventKind.ALLOC:
+            live[arg] = index
+        elif kind is EventKind.FREE:
+            live.pop(arg, None)
+        elif kind is EventKind.OP:
+            for read in reads.values():
+                read.update(inputs[starts[arg] : starts[arg + 1]])
+        elif kind in (EventKind.ENTER, EventKind.LEAVE) and aux == Pass.FORWARD:
+            module = int(trace.call_module[arg])
+            name = trace.modules[module].class_name
+            if kind is EventKind.ENTER:
+                entered.setdefault(name, []).append(index)
+                first.setdefault(name, module)
+                reads[arg] = set()
+                continue
+            read, calls = reads.pop(arg), entered[name]
+            if len(calls) > 1:
+                before, begun = calls[-2:]
+                kept = [s for s in read if before < live.get(s, -1) < begun]
+                found[module] = sum(int(trace.storage_bytes[s]) for s in kept)
+                found.setdefault(first[name], found[module])  # the first: like the second
+    return found
+
+
+def _must_be_of_one_type(name: str, fqn: str, params: Sequence[TensorSlot]) -> None:
+    """`_validate_tensors_to_flatten`."""
+    dtypes = {p.dtype: p.fqn for p in params}
+    if len(dtypes) > 1:
+        listed = ", ".join(f"{param} in {dtype}" for dtype, param in sorted(dtypes.items()))
+        raise UserError(
+            f"--strategy {name}: FSDP flattens only parameters of one type, and {fqn or 'the root unit'} has {listed}",
+            "Wrap them apart (transformer_layer_cls_to_wrap), or use --strategy fsdp2",
+        )
+
+
 def _half_frozen(name: str, fqn: str, params: Sequence[TensorSlot], use_orig_params: bool) -> Exception:
     frozen = next(p.fqn for p in params if not p.requires_grad)
     where = f"the unit {fqn!r}" if fqn else "the root unit"
@@ -485,6 +584,11 @@ def check(request: Request) -> None:
     refuse_half_offload(request.offload)
 
 
+def traced_as(request: Request) -> Request:
+    """An adapter's step runs under autocast: what is outside of its unit sees it as it is stored."""
+    return adapted(request, narrow_base=False)
+
+
 def make(request: Request, trace: StepTrace) -> Strategy:
     settings = settings_of(request, version=1)
     if settings.param_dtype is not None:
@@ -497,4 +601,9 @@ def make(request: Request, trace: StepTrace) -> Strategy:
 def said(request: Request) -> list[str]:
     settings = settings_of(request, version=1)
     what = "every block and the model are units" if settings.auto_wrap_policy != "NO_WRAP" else "the model is one unit"
-    return [f"FullyShardedDataParallel, {settings.sharding_strategy}: {what}; made on the CPU and moved unit by unit"]
+    found = [f"FullyShardedDataParallel, {settings.sharding_strategy}: {what}; made on the CPU and moved unit by unit"]
+    if request.adapter_settings is not None:
+        found.append(
+            "each trained leaf of the adapter is a unit of its own (peft's fsdp_auto_wrap_policy, as the Trainer sets)"
+        )
+    return found

@@ -35,7 +35,7 @@ from ..optimizers.rule import OptimizerTensor, StepEvents, StepKind
 from ..simulate import Block, Simulation
 from ..trace.steptrace import ITEMSIZE, EventKind, Pass, Phase, StepTrace, TensorSlot
 from .base import Strategy
-from .fsdp_door import refuse_half_offload, settings_of, shards_of
+from .fsdp_door import adapted, refuse_half_offload, settings_of, shards_of
 from .fsdp_settings import FsdpSettings
 from .fsdp_units import (
     ROOT,
@@ -124,6 +124,7 @@ class FullyShard(Strategy):
         self._left: dict[int, int] = {}
         self._cast_inputs: CastInputs | None = None
         self._reduces = True
+        self._adapts = False  # the frozen base of an adapter has no wide copy
         self._micro_batch = 0
         self._steps = 0
 
@@ -148,7 +149,9 @@ class FullyShard(Strategy):
         return (max(0, min(chunk, slot.shape[0] - rank * chunk)), *slot.shape[1:])
 
     def _stored(self, slot: TensorSlot) -> str:
-        return slot.dtype if self.settings.param_dtype is None else self.settings.stored_dtype
+        if self.settings.param_dtype is None or (self._adapts and not slot.requires_grad):
+            return slot.dtype
+        return self.settings.stored_dtype
 
     def _casts(self, slot: TensorSlot) -> bool:
         return self._stored(slot) != slot.dtype
@@ -160,6 +163,7 @@ class FullyShard(Strategy):
 
     def at_init(self, sim: Simulation) -> None:
         trace = sim.trace
+        self._adapts = trace.options.get("adapter") is not None
         for slot in trace.params:
             if not slot.shape:
                 raise CannotTell(f"--strategy fsdp2: fully_shard refuses the scalar parameter {slot.fqn}")
@@ -302,12 +306,12 @@ class FullyShard(Strategy):
         group.pending = True
         if self.world_size == 1:
             return
-        elements = sum(self._padded(p) for p in group.params)
-        nbytes = elements * ITEMSIZE[group.params[0].dtype]
+        nbytes = sum(self._padded(p) * ITEMSIZE[p.dtype] for p in group.params)
         stream = _COPY_IN_STREAM
         inputs = self._inputs_from_host(sim, group) if self.settings.cpu_offload else []
-        if not inputs and self._casts(group.params[0]):
-            inputs = [self._buffer(sim, nbytes, group, "cast shards", stream)]
+        cast = sum(self._padded(p) * ITEMSIZE[p.dtype] for p in group.params if self._casts(p))
+        if not inputs and cast:
+            inputs = [self._buffer(sim, cast, group, "cast shards", stream)]
         group.gathered = self._buffer(sim, nbytes * self.world_size, group, "all-gather output", stream)
         group.ticket = sim.enqueue("all_gather", nbytes * self.world_size, stream, ranks=self.world_size)
         for block in inputs:
@@ -509,6 +513,10 @@ def check(request: Request) -> None:
             "--strategy hsdp: parameters are shared inside a machine and copied over machines, and there is one machine",
             "Say --nodes N, or use --strategy fsdp2",
         )
+
+
+def traced_as(request: Request) -> Request:
+    return adapted(request, narrow_base=True)
 
 
 def make(request: Request, trace: StepTrace) -> Strategy:

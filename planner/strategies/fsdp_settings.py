@@ -62,6 +62,9 @@ class FsdpSettings:
     ignored_modules: str | None = None
     """A regular expression; modules whose whole name matches it are not sharded."""
 
+    units_inside_checkpoints: bool = False
+    """Version 1, reentrant checkpoints.  A checkpoint is around a unit's call (transformers up to 4.52), not inside it."""
+
     # In which type.
     param_dtype: Dtype | None = None
     """What is gathered and computed in; None: as stored."""

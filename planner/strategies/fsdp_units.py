@@ -20,6 +20,8 @@ _SMALL_BUFFER = 1024  # elements: rotary frequencies and the like
 def units_of(trace: StepTrace, settings: FsdpSettings) -> dict[int, tuple[str, list[TensorSlot]]]:
     """{module index: (path, parameters)} of every unit that has parameters, the root included, in the model's order."""
     names = set(_wrapped(trace, settings))
+    if settings.auto_wrap_policy == "TRANSFORMER_BASED_WRAP" and trace.options.get("adapter") is not None:
+        names.update(_trained_leaves(trace))
     parts: dict[str, list[TensorSlot]] = {}
     for slot in trace.params:
         parts.setdefault(wrapped_by(slot.fqn, names), []).append(slot)
@@ -40,6 +42,14 @@ def _wrapped(trace: StepTrace, settings: FsdpSettings) -> list[str]:
             what = f"transformer_layer_cls_to_wrap: the model has no module of class {name}"
             raise UserError(what, "`memplan trace MODEL` lists its modules")
     return [m.fqn for m in trace.modules if m.class_name in classes and m.fqn != ROOT]
+
+
+def _trained_leaves(trace: StepTrace) -> list[str]:
+    """peft's `fsdp_auto_wrap_policy` (utils/other.py), which transformers' Trainer sets: modules without parts whose weight
+    trains are units of their own, so that none has frozen and trained parameters."""
+    parents = {m.fqn.rpartition(".")[0] for m in trace.modules if m.fqn != ROOT}
+    weights = {slot.fqn.removesuffix(".weight") for slot in trace.params if slot.requires_grad and slot.fqn.endswith(".weight")}
+    return [m.fqn for m in trace.modules if m.fqn != ROOT and m.fqn in weights and m.fqn not in parents]
 
 
 def _by_size(trace: StepTrace, least: int) -> list[str]:

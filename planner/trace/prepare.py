@@ -17,6 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from ...errors import UserError, did_you_mean
 from ...models import BuiltModel, ModelSpec, build
 from ...models.adapters import base_of
+from ...models.tiled import fused_linear_cross_entropy
 from ..recompute.policy import ATTENTION, SELECTIVE, Op, Policy
 from .options import AUTOCAST_DTYPE, PARAM_DTYPE, TraceOptions, recompute_parts
 
@@ -341,6 +342,8 @@ def _loss_step(built: BuiltModel, loss: str) -> tuple[Callable[[nn.Module, Mappi
         return built.step, ["the loss is cross-entropy on shifted copies of the logits, in their own dtype"]
     if loss == "plain":
         return _plain_loss, ["the loss is cross-entropy on the logits in their own dtype, without a copy in fp32"]
+    if loss == "liger":
+        return _liger_loss, ["the head and the loss are Liger's fused kernel: the head's gradient exists before backward"]
     return _chunked_loss, [f"the head and the loss run in {_CHUNKS} chunks of tokens, logits in fp32"]
 
 
@@ -359,6 +362,14 @@ def _shifted_loss(logits: Tensor, labels: Tensor, vocab_size: int | None = None,
 def _plain_loss(module: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     logits = module(**{k: v for k, v in batch.items() if k != "labels"}).logits
     return nn.functional.cross_entropy(logits.flatten(0, 1), _targets(batch))
+
+
+def _liger_loss(module: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+    module = base_of(module)
+    body = module.base_model(**{k: v for k, v in batch.items() if k != "labels"})  # type: ignore[operator]
+    head = module.get_output_embeddings()  # type: ignore[operator]
+    hidden = body.last_hidden_state.flatten(0, 1)
+    return fused_linear_cross_entropy(hidden, head.weight, _targets(batch), getattr(head, "bias", None))
 
 
 def _chunked_loss(module: nn.Module, batch: Mapping[str, Any]) -> Tensor:

@@ -10,11 +10,15 @@ import memplan
 import pytest
 from memplan.errors import CannotTell, UserError
 from memplan.hardware.catalogue import resolve
+from memplan.models import load
 from memplan.models.adapters import AdapterSettings
 from memplan.planner import cli
 from memplan.planner.api import make_request
 from memplan.planner.kernels import Kernels
-from memplan.planner.trace.source import trace_options
+from memplan.planner.predict import ledger_of
+from memplan.planner.strategies.fsdp_settings import FsdpSettings
+from memplan.planner.strategies.fsdp_units import units_of
+from memplan.planner.trace.source import TraceSource, trace_options
 from memplan.planner.trace.steptrace import Signature, TensorInfo
 
 SMALL = ("openai-community/gpt2", "--set", "num_hidden_layers=1", "--set", "vocab_size=4096")
@@ -67,11 +71,37 @@ def test_an_option_of_adapters_without_an_adapter_method_is_refused():
         request_of("--lora-rank", "8")
 
 
-@pytest.mark.parametrize("strategy", ["zero2", "zero3", "fsdp1", "fsdp2"])
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
 def test_adapters_under_strategies_that_wrap_parameters_are_not_answered(strategy):
     request = make_request("openai-community/gpt2", "l4", method="lora", strategy=strategy, gpus=2)
     with pytest.raises(CannotTell, match=f"--method lora with --strategy {strategy}"):
         request.check()
+
+
+TINY = {"n_layer": "2", "n_embd": "64", "n_head": "2", "vocab_size": "500"}
+
+
+@pytest.mark.parametrize(("use_orig_params", "error"), [(False, UserError), (True, CannotTell)])
+def test_fsdp1_refuses_units_of_frozen_and_trained_parameters(use_orig_params, error):
+    settings = FsdpSettings(version=1, use_orig_params=use_orig_params)
+    request = make_request(
+        load("openai-community/gpt2", overrides=TINY), "l4", method="ia3", strategy="fsdp1", gpus=2, fsdp=settings, seq_len=16
+    )
+    with pytest.raises(error, match="has frozen and trained parameters"):
+        ledger_of(request, TraceSource().step(request))
+
+
+def test_each_trained_leaf_of_an_adapter_is_a_unit_of_fsdp1_and_the_base_keeps_no_wide_copy():
+    spec = load("openai-community/gpt2", overrides=TINY)
+    request = make_request(spec, "l4", method="lora", strategy="fsdp1", precision="bf16-mixed", gpus=2, seq_len=16)
+    trace = TraceSource().step(request)
+    units = [fqn for fqn, _ in units_of(trace, FsdpSettings(version=1)).values()]
+    assert sum("lora_" in fqn for fqn in units) == sum(p.requires_grad for p in trace.params) == 4
+    ledger = ledger_of(request, trace)
+    kept = ledger.components_after(int(ledger.rows()[-1]))
+    assert kept["param"] == sum(p.nbytes for p in trace.params) // 2
+    trained = sum(p.numel for p in trace.params if p.requires_grad)
+    assert kept["optimizer_state"] == 2 * 4 * trained // 2
 
 
 def test_settings_of_an_adapter_do_not_go_with_a_method_that_has_none():

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from memplan.models import load
 from memplan.models.adapters import AdapterSettings
+from memplan.planner.strategies.fsdp_settings import FsdpSettings
 from memplan.validator.api import request_for, run
 
 pytest.importorskip("peft")
@@ -73,3 +75,48 @@ def test_a_real_step_of_other_adapters_takes_what_was_predicted(method):
 def test_a_real_step_on_a_4_bit_base_takes_what_was_predicted(settings):
     pytest.importorskip("bitsandbytes")
     assert_equal_within(compare(method=settings.kind, precision="bf16", adapter=settings), 0.005)
+
+
+RANK_4 = AdapterSettings(rank=4)
+ORIGINAL = FsdpSettings(version=1, use_orig_params=True)
+REENTRANT = {"recompute": "full", "reentrant": True}
+# name -> strategy, precision, adapter, further options, share of the peak that may differ
+ON_TWO_GPUS: dict[str, tuple[str, str, AdapterSettings, dict[str, Any], float]] = {
+    "ddp": ("ddp", "bf16", RANK_4, {}, 0.0),
+    "fsdp1": ("fsdp1", "fp32", RANK_4, {}, 0.0),
+    "fsdp1, original parameters, reentrant": ("fsdp1", "bf16", RANK_4, {"fsdp": ORIGINAL, **REENTRANT}, 0.0),
+    "fsdp2": ("fsdp2", "bf16", RANK_4, {"recompute": "full"}, 0.0),
+    "fsdp2, mixed": ("fsdp2", "bf16-mixed", RANK_4, {}, 0.0),
+}
+SLOW_ON_TWO_GPUS: dict[str, tuple[str, str, AdapterSettings, dict[str, Any], float]] = {
+    "fsdp1, mixed": ("fsdp1", "bf16-mixed", RANK_4, {"fsdp": ORIGINAL, "recompute": "full"}, 0.0),
+    "ddp, qlora": ("ddp", "bf16", AdapterSettings.of("qlora"), {}, 0.001),
+    "fsdp1, qlora": ("fsdp1", "bf16", AdapterSettings.of("qlora", rank=4), {"fsdp": ORIGINAL}, 0.001),
+    "fsdp2, qlora": ("fsdp2", "bf16-mixed", AdapterSettings.of("qlora", rank=4), {}, 0.001),
+    "fsdp1, units inside checkpoints": (
+        "fsdp1",
+        "bf16",
+        AdapterSettings(rank=4, dropout=0.1),
+        {"fsdp": replace(ORIGINAL, units_inside_checkpoints=True), **REENTRANT},
+        0.001,
+    ),
+}
+
+
+def assert_a_rank_takes_what_was_predicted(case):
+    strategy, precision, settings, options, share = case
+    assert_equal_within(
+        compare(method=settings.kind, precision=precision, strategy=strategy, gpus=2, adapter=settings, **options), share
+    )
+
+
+@pytest.mark.parametrize("name", ON_TWO_GPUS)
+def test_a_real_rank_of_two_that_trains_an_adapter_takes_what_was_predicted(name):
+    assert_a_rank_takes_what_was_predicted(ON_TWO_GPUS[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SLOW_ON_TWO_GPUS)
+def test_a_real_rank_of_two_with_a_quantised_base_or_another_wrapping_takes_what_was_predicted(name):
+    pytest.importorskip("bitsandbytes")
+    assert_a_rank_takes_what_was_predicted(SLOW_ON_TWO_GPUS[name])

@@ -66,6 +66,31 @@ class _FusedLinear(torch.autograd.Function):
         return grad_hidden, grad_weight, None
 
 
+class _FusedNorm(torch.autograd.Function):
+    """RMSNorm in one kernel: its input and one fp32 number a row are saved; backward writes over the gradient it is given.
+
+    FOAK and unsloth, `Fast_RMS_Layernorm` (kernels/rms_layernorm.py).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        out = torch.empty_like(rows)
+        ctx.save_for_backward(x, torch.empty(rows.shape[0], dtype=torch.float32))
+        return out.view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        _x, _scales = ctx.saved_tensors
+        return grads[0], None
+
+
+def _fuse_norms(model: nn.Module) -> None:
+    for part in model.modules():
+        if type(part).__name__.endswith("RMSNorm"):
+            part.forward = lambda x, weight=part.weight: _FusedNorm.apply(x, weight)
+
+
 def _cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits, target)
 
@@ -85,19 +110,31 @@ def _shifted(model: nn.Module, batch: Mapping[str, Any], loss: Loss) -> Tensor:
 def _shifted_by_function(model: nn.Module, batch: Mapping[str, Any], loss: Loss) -> Tensor:
     """transformers 4.46 to 4.49, `ForCausalLMLoss`: as before, while the caller still holds the logits as they were."""
     output = model(**_without_labels(batch))
-    return _widened_shifted_loss(output.logits, batch["labels"], loss)
+    found = _widened_shifted_loss(output.logits, batch["labels"], loss)
+    _widen(output)
+    return found
 
 
 def _shifted_narrow(model: nn.Module, batch: Mapping[str, Any], loss: Loss) -> Tensor:
     """The families that had a loss of their own up to 4.49 (GPTBigCode and others): shifted, and never widened."""
     output = model(**_without_labels(batch))
-    return _shifted_loss(output.logits, batch["labels"], loss)
+    found = _shifted_loss(output.logits, batch["labels"], loss)
+    _widen(output)
+    return found
 
 
 def _whole(model: nn.Module, batch: Mapping[str, Any], loss: Loss) -> Tensor:
     """transformers from 4.50: the labels are shifted, the logits widened and used as they are."""
     output = model(**_without_labels(batch))
-    return _widened_loss(output.logits, batch["labels"], loss)
+    found = _widened_loss(output.logits, batch["labels"], loss)
+    _widen(output)
+    return found
+
+
+def _widen(output: Any) -> None:
+    """accelerate under autocast returns what the model returns in fp32 (`convert_outputs_to_fp32`), the logits with it."""
+    if torch.is_autocast_enabled("cpu"):
+        output.logits = output.logits.float()
 
 
 def _widened_shifted_loss(logits: Tensor, labels: Tensor, loss: Loss) -> Tensor:
@@ -151,16 +188,25 @@ LOGITS = {
 KERNELS: dict[str, Loss] = {"plain": _cross_entropy, "in-place": _cross_entropy_in_place}
 
 
-def build(config: Mapping[str, Any], logits: str, kernel: str = "plain", attention: str = "sdpa", held: str = "") -> Any:
+def build(
+    config: Mapping[str, Any],
+    logits: str,
+    kernel: str = "plain",
+    attention: str = "sdpa",
+    held: str = "",
+    fused_norms: bool = False,
+) -> Any:
     """(module, batch_fn, step_fn) of the causal language model that `config` (model_type included) describes.
 
     `logits`: a key of LOGITS; `kernel`: of KERNELS.  `held`: the last name of modules whose outputs of the forward pass live
-    until the loss is there, as a key-value cache that views them does.
+    until the loss is there, as a key-value cache that views them does.  `fused_norms`: RMSNorm is one kernel.
     """
     spec = ModelSpec(name=str(config["model_type"]), source="folder", task="causal-lm", config=dict(config))
     built = build_model(spec, dtype=torch.float32, attention=attention)
     if logits == "never":
         _with_fused_head(built.module)
+    if fused_norms:
+        _fuse_norms(built.module)
     cache: list[Tensor] = []
 
     def keep(module: nn.Module, args: Any, output: Tensor) -> None:

@@ -24,8 +24,8 @@ class Profile:
 
     Of several GPUs: `fsdp`, `deepspeed`: fields of `FsdpSettings` and `DeepSpeedSettings` as its launcher sets them, the types
     where it mixes precisions; `own`: kinds of parallelism that it wrote itself, and the planner's strategy that holds the same
-    bytes ("" where none does); `loop_of_several`: in place of `loop`, where these runs had another; `adapter_of_several`: fields
-    of `AdapterSettings` that it sets there.  `fused_norms`: where its losses are fused, so is RMSNorm.
+    bytes ("" where none does); `loop_of_several`: in place of `loop`, where these runs had another; `adapter_of_several`:
+    fields of `AdapterSettings` that it sets there.  `fused_norms`: where its losses are fused, so is RMSNorm.
 
     `stated`: where all that is to be read.
     """
@@ -61,8 +61,8 @@ PROFILES: dict[str, Profile] = {
         "accelerate.yaml and accelerate 1.0.1 (commands/launch.py, `--fsdp_use_orig_params`; dataclasses.py, "
         "`set_mixed_precision`): original parameters, all types narrow; accelerated-peft, autogptq_utils.py: GPTQ's packed "
         "weights become parameters for FSDP; trl 0.13, SFTTrainer.__init__ (`is_sharded_qlora`): nothing is upcast there; "
-        "transformers 4.48, LlamaModel.forward: checkpoints are around the blocks, so around FSDP's units; fused-ops-and-kernels, "
-        "configs/fast_kernels*.yaml: fast_rms_layernorm",
+        "transformers 4.48, LlamaModel.forward: checkpoints are around the blocks, so around FSDP's units; "
+        "fused-ops-and-kernels, configs/fast_kernels*.yaml: fast_rms_layernorm",
         fused_norms=True,
         loop=_TRAINER,
         adapter_of_several={"packed_as_parameters": True, "upcast": False},

@@ -349,7 +349,7 @@ def _fsdp1(module: Any, parallel: FullySharded, place: Rank) -> Any:
     dtypes: dict[str, Any] = {n: getattr(torch, d) for n in names if (d := getattr(settings, n)) is not None}
     narrow = MixedPrecision(**dtypes) if dtypes else None
     ahead = settings.backward_prefetch
-    return FullyShardedDataParallel(
+    wrapped = FullyShardedDataParallel(
         module,
         sharding_strategy=ShardingStrategy[settings.sharding_strategy],
         auto_wrap_policy=policy if settings.auto_wrap_policy != "NO_WRAP" else None,
@@ -360,6 +360,24 @@ def _fsdp1(module: Any, parallel: FullySharded, place: Rank) -> Any:
         limit_all_gathers=settings.limit_all_gathers,
         use_orig_params=settings.use_orig_params,
     )
+    if settings.units_inside_checkpoints:
+        _checkpoint_around(wrapped)
+    return wrapped
+
+
+def _checkpoint_around(module: Any) -> None:
+    """Moves reentrant checkpoints from inside of FSDP's units to around them, where models of transformers 4 have them."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.utils.checkpoint import checkpoint
+
+    def around(forward: Any) -> Any:
+        return lambda hidden, *args, **more: checkpoint(functools.partial(forward, **more), hidden, *args, use_reentrant=True)
+
+    for unit in module.modules():
+        if isinstance(unit, FullyShardedDataParallel) and getattr(unit.module, "gradient_checkpointing", False):
+            unit.module.gradient_checkpointing = False  # type: ignore[assignment]
+            if unit is not module and hasattr(unit.module, "_gradient_checkpointing_func"):
+                unit.forward = around(unit.forward)  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
