@@ -88,7 +88,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--loss",
         metavar="L",
-        help="hf: the model's own (default), plain: logits as they are, shifted: on shifted copies of them, chunked: in chunks",
+        help="hf: the model's own (default), plain: logits as they are, shifted: on shifted copies of them, chunked: in chunks, liger: fused with the head",
     )
     how.add_argument(
         "--use-cache", action="store_true", help="the model builds a key-value cache while it trains (Trainer: off)"
@@ -117,8 +117,11 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     zo.add_argument("--zo-amp", action="store_true", help="fp32 on the GPU with autocast, fewer bits on the host")
     zo.add_argument("--zo-host-precision", metavar="P", help="with --zo-amp, what the host keeps: fp16 (default), bf16, fp8")
     zo.add_argument("--zo-no-overlap", action="store_true", help="copies wait for compute, from pageable memory")
+    zo.add_argument(
+        "--zo-eval-batch", type=int, metavar="N", help="evaluations between steps, with micro batch N, have to fit as well"
+    )
     zo.add_argument("--zo-train", metavar="W", help="what a step perturbs: all (default), lora, prefix-tuning")
-    zo.add_argument("--zo-no-cache", action="store_true", help="mezo: the forward builds no key-value cache")
+    zo.add_argument("--zo-no-cache", action="store_true", help="mezo, and evaluations: no key-value cache is built")
     adapters = parser.add_argument_group("adapters (--method lora, qlora, dora, rslora, oft, ia3, prefix-tuning ...)")
     adapters.add_argument("--lora-rank", type=int, metavar="R", help="rank; of OFT and C3A the block size (default: peft's)")
     adapters.add_argument("--lora-alpha", type=float, metavar="A", help="scale of the adapter: no memory depends on it")
@@ -335,6 +338,7 @@ def _zo_settings(args: argparse.Namespace) -> ZoSettings | None:
         "precision_on_offloading_device": args.zo_host_precision,
         "overlap": False if args.zo_no_overlap else None,
         "use_cache": False if args.zo_no_cache else None,
+        "eval_batch": args.zo_eval_batch,
     }
     given = {name: value for name, value in given.items() if value is not None}
     for option in ("optimizer", "optimizer_impl"):

@@ -170,6 +170,8 @@ def _adapter(imported: Imported, given: Mapping[str, Any], method: str | None, n
     explicit = given.get("adapter")
     if isinstance(explicit, AdapterSettings):
         return explicit
+    if "adapter" in imported.said:  # whole, as zo_run.json has it
+        return imported.said["adapter"].value
     said = dict(imported.adapter)
     if "method" in given and said:
         if given["method"] not in ADAPTER_METHODS:

@@ -7,7 +7,7 @@ import json
 import os
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +16,12 @@ from ...errors import UserError
 if TYPE_CHECKING:
     from ..prediction import Prediction
     from ..request import Request
+    from .imported import Imported
 
 PLAN, README = "plan.json", "README.md"
 KIND = "memplan fit"
+_KINDS = (KIND, "memplan plan")
+_NOT_SAID = ("model", "device", "loop", "defaults", "compiled", "adapter")
 FORMAT = 1  # of a question's plan.json; a reader takes its own and older ones
 
 
@@ -147,4 +150,32 @@ def written_of(data: Any, source: str) -> PlanFile:
         predicted=data.get("predicted"),
         launch=tuple(map(str, data["launch"])),
         files=dict(data["files"]),
+    )
+
+
+def is_plan(data: Mapping[str, Any]) -> bool:
+    """Whether a file is a plan.json of memplan's."""
+    return data.get("kind") in _KINDS
+
+
+def imported(data: Mapping[str, Any], source: str) -> Imported:
+    """A plan.json for `--from`: the whole question, with model and GPU."""
+    from ...hardware.catalogue import resolve
+    from .imported import Imported, Said
+
+    request = written_of(data, source).request
+    values = {f.name: getattr(request, f.name) for f in fields(request) if f.name not in _NOT_SAID}
+    values |= {f.name: getattr(request.loop, f.name) for f in fields(request.loop) if f.name != "iterations"}
+    values["gpu"] = request.device.key
+    if request.device.total_bytes != resolve(request.device.key)[0].total_bytes:
+        values["gpu_memory"] = request.device.total_bytes
+    adapter = {} if request.adapter is None else {f.name: getattr(request.adapter, f.name) for f in fields(request.adapter)}
+    adapter.pop("kind", None)
+    return Imported(
+        source=source,
+        kind="plan",
+        said={name: Said(value, name) for name, value in values.items() if value not in (None, False, (), "")},
+        adapter={name: Said(value, f"adapter.{name}") for name, value in adapter.items() if value not in (None, ())},
+        model=Said(request.model.reference or request.model.name, "base.reference"),
+        spec=request.model,
     )

@@ -27,6 +27,10 @@ class Program:
     optimizer: bool = False
     """run.json names the optimizer's class."""
     deepspeed: bool = False
+    processes: bool = False
+    """One process a GPU."""
+    trainer_fsdp: bool = False
+    """The Trainer shards by FSDP."""
     # of a plain loop
     ddp: bool = False
     fsdp2: bool = False
@@ -37,10 +41,6 @@ class Program:
     """As the model does it itself."""
     recompute_some: bool = False
     """Some blocks, or all but some ops."""
-
-    @property
-    def distributed(self) -> bool:
-        return self.ddp or self.fsdp2
 
     @property
     def blocks(self) -> bool:
@@ -68,7 +68,8 @@ def _head(program: Program) -> str:
         "tempfile": program.quantised,
     }
     standard = sorted(["argparse", "json", *(name for name, used in modules.items() if used)])
-    others = [name for name, used in (("deepspeed", program.deepspeed), ("peft", program.adapter)) if used]
+    packages = {"accelerate": program.trainer_fsdp, "deepspeed": program.deepspeed, "peft": program.adapter}
+    others = [name for name, used in packages.items() if used]
     imports = [*(f"import {name}" for name in [*others, "torch"])]
     imports += ["import torch.utils.checkpoint"] if program.recompute_some else []
     imports += ["import transformers"]
@@ -277,25 +278,33 @@ def _trainer(program: Program) -> str:
         *(['    settings["deepspeed"] = read_deepspeed(settings["deepspeed"])'] if program.deepspeed else []),
         "    steps = options.steps or (-1 if options.data else 10)",
         "    arguments = transformers.TrainingArguments(**settings, max_steps=steps, use_cpu=not torch.cuda.is_available())",
+        *(_CPU_FSDP if program.trainer_fsdp else []),
         "    model = load_model(options.random_weights)  # after the arguments, which may say that it is partitioned",
         "    data = read(options.data) if options.data else Samples()",
         f"    trainer = transformers.Trainer({', '.join(_TRAINER_ARGUMENTS[: 3 + program.optimizer])})",
         "    trainer.train()",
+        *(["    torch.distributed.destroy_process_group()"] if program.processes else []),
     ]
     return "\n".join(lines)
 
 
+_CPU_FSDP = [
+    "    if not torch.cuda.is_available():  # where accelerate would run DDP instead",
+    '        state = {"distributed_type": accelerate.DistributedType.MULTI_GPU, "device": torch.device("cpu")}',
+    "        for name, value in state.items():",
+    "            accelerate.PartialState._shared_state[name] = value",
+]
 _TRAINER_ARGUMENTS = ("model=model", "args=arguments", "train_dataset=data", "optimizer_cls_and_kwargs=optimizer_class()")
 
 
 def _loop(program: Program) -> str:
-    many = program.distributed or program.deepspeed
+    many = program.processes
     lines = [
         "def main():",
         "    options = parse()",
         "    torch.manual_seed(0)  # every process makes the same weights",
         "    on_gpu = torch.cuda.is_available()",
-        '    device = torch.device(f"cuda:{os.environ.get(\'LOCAL_RANK\', \'0\')}" if on_gpu else "cpu")',
+        "    device = torch.device(f\"cuda:{os.environ.get('LOCAL_RANK', '0')}\" if on_gpu else \"cpu\")",
         "    if on_gpu:",
         "        torch.cuda.set_device(device)",
     ]

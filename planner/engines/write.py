@@ -174,6 +174,8 @@ def _program(request: Request, more: dict[str, Any], *, trainer: bool) -> tuple[
         quantised=bool(packed),
         optimizer="optimizer" in run,
         deepspeed=zero,
+        processes=launch[0] != "python",
+        trainer_fsdp=trainer and request.strategy.startswith("fsdp"),
         ddp=request.strategy == "ddp" and not trainer,
         fsdp2=request.strategy in ("fsdp2", "hsdp") and not trainer,
         release=request.strategy == RELEASE,
@@ -223,14 +225,14 @@ def write_folder(
     check_folder(folder, force=force)
     files = files_of(request, stack)
     texts = dict(files.texts)
-    many = (
-        f" on {request.gpus} x {request.device.name}: {request.strategy}" if request.gpus > 1 else f" on {request.device.name}"
-    )
+    zo = request.method in ZEROTH_ORDER
+    how = request.method if zo or (request.method != "full" and request.gpus == 1) else request.strategy
+    where = f"{request.gpus} x " if request.gpus > 1 else ""
     size = (
-        f"Micro batch {request.micro_batch_size}, {request.loop.grad_accum_steps} accumulated, {request.optimizer}, "
-        f"{request.precision}, sequence length {request.seq_len}."
+        f"Micro batch {request.micro_batch_size}, {request.loop.grad_accum_steps} accumulated, "
+        f"{request.method if zo else request.optimizer}, {request.precision}, sequence length {request.seq_len}."
     )
-    texts[README] = readme(request.model.name + many, str(folder), files, size)
+    texts[README] = readme(f"{request.model.name} on {where}{request.device.name}: {how}", str(folder), files, size)
     written = Files(texts, files.notes, files.launch)
     texts[PLAN] = plan_text(request, prediction, written)
     write_texts(texts, folder, force=force)

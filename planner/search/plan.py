@@ -11,6 +11,7 @@ from typing import Any
 
 from ...errors import UserError
 from ..prediction import Verdict
+from ..recompute.policy import PREFIX
 
 FORMAT = 1  # of plan.json; a reader takes its own and older ones
 _KIND = "memplan plan"
@@ -65,7 +66,7 @@ class Candidate:
         if self.optimizer != "adamw":
             parts.append(self.optimizer)
         if self.recompute != "none":
-            parts.append(f"recompute {self.recompute}")
+            parts.append("recompute selective" if self.recompute.startswith(PREFIX) else f"recompute {self.recompute}")
         return ", ".join(parts)
 
 

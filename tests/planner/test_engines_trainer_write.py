@@ -204,9 +204,19 @@ def test_nothing_is_written_where_the_engine_has_no_words(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-def test_a_loop_of_its_own_has_no_configuration():
-    with pytest.raises(CannotTell, match="--strategy release is a program of its own"):
-        write.files_of(base(precision="fp32").but(strategy="release"))
+def test_what_the_trainer_cannot_do_is_a_plain_loop_or_refused_with_the_way_out():
+    request = base(precision="fp32").but(strategy="release")
+
+    assert write.ARGUMENTS not in write.files_of(request).texts
+    with pytest.raises(CannotTell, match="the Trainer has no --strategy release. Use --stack loop"):
+        write.files_of(request, "trainer")
+    with pytest.raises(UserError, match="--stack 'trainr' is not known"):
+        write.files_of(request, "trainr")
+
+
+def test_what_trains_nothing_has_no_program():
+    with pytest.raises(CannotTell, match="--mode inference is a program of its own"):
+        write.files_of(base(precision="fp32").but(mode="inference"))
 
 
 def test_what_no_file_can_say_is_said():
