@@ -191,6 +191,9 @@ def read(text: Text) -> Imported:
     if keys.is_on("model_config") or keys.is_on("overrides_of_model_config"):
         notes.append("model_config: changes of the model's config are not read; say them with --set KEY=VALUE")
     _lengths(keys, notes)
+    sizes = ("micro_batch_size", "gradient_accumulation_steps", "batch_size")
+    if sum(size in keys for size in sizes) < 2:
+        raise UserError(f"{text.source}: axolotl needs two of {', '.join(sizes)}", "Write micro_batch_size and the second")
     base = keys.text_of("base_model")
     silent = SILENT | {key for key in keys.data if key.startswith(_SILENT_PREFIXES)}
     notes += keys.not_understood(silent, "axolotl")
