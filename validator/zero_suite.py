@@ -48,6 +48,7 @@ _NOT_PREDICTED = (
     "- `zero_quantized_weights`, `zero_quantized_nontrainable_weights`, `zero_quantized_gradients`: the quantizer needs CUDA;",
     "- `offload_optimizer.super_offload`: it asserts a GPU;",
     "- `stage3_module_granularity_threshold` above 0: the engine fails on the CPU. `leaf_module` says the same by names.",
+    "- Muon: its Newton-Schulz steps are compiled, and what they allocate is the compiler's choice.",
     "",
     "Not modelled: `contiguous_gradients: false` with `overlap_comm` at stages 1 and 2, `offload_optimizer.fast_init`, 16-bit",
     "masters with an optimizer on NVMe, `fp16_master_weights_and_grads`, ZenFlow.",
