@@ -86,7 +86,8 @@ def _kind(data: Mapping[str, Any], source: str) -> str:
         raise UserError(f"{source}: distributed_type is missing", "Write it in quotes: 'NO', MULTI_GPU, FSDP or DEEPSPEED")
     known = (*_MODELLED_TYPES, *_OTHER_TYPES)
     if kind not in known:
-        raise UserError(f"{source}: distributed_type is {shown(kind)}: not known", did_you_mean(str(kind), known))
+        hint = did_you_mean(str(kind), known) or "Write one of 'NO', MULTI_GPU, FSDP or DEEPSPEED"
+        raise UserError(f"{source}: distributed_type is {shown(kind)}: accelerate knows no such type", hint)
     return str(kind)
 
 
