@@ -162,6 +162,8 @@ def _zeroth_order(request: Request, trace: StepTrace) -> Usage:
     from ..planner.strategies.zo_settings import ZoSettings
     from .runtimes.zo.run import ZoRun, run_zo
 
+    if request.mode != "train":
+        raise CannotTell(f"--mode {request.mode} with --method {request.method}: what runs is training steps. Leave --mode out")
     run = ZoRun.asked(
         request.model,
         request.method,
@@ -173,6 +175,7 @@ def _zeroth_order(request: Request, trace: StepTrace) -> Usage:
         attention=request.attention,
         loss=request.loss,
         frozen=request.frozen,
+        adapter=request.adapter_settings,
     )
     return run_zo(run).ranks[request.rank or 0].usage()
 

@@ -72,7 +72,7 @@ class ZoFile:
             loss=request.loss,
             frozen=request.frozen,
             zo=request.zo or ZoSettings(),
-            adapter=request.adapter,
+            adapter=request.adapter_settings,
         )
 
     def text(self) -> str:

@@ -20,6 +20,7 @@ from ..ledger import Component
 from ..simulate import Block, Simulation
 from ..trace.steptrace import Pass, StepTrace, TensorSlot
 from .base import Run, Segment, Strategy
+from .single import SingleDevice
 from .zo_blocks import perturb, update
 from .zo_settings import TRAINED, ZoSettings
 
@@ -69,9 +70,9 @@ def check(request: Request) -> None:
             "which is not modelled. Use one GPU, or --method distzo2"
         )
     settings = request.zo or ZoSettings()
-    if settings != ZoSettings(use_cache=settings.use_cache):
+    if settings != ZoSettings(use_cache=settings.use_cache, eval_batch=settings.eval_batch):
         raise UserError(
-            "--method mezo keeps the model on the GPU: it has no option of --zo-* but --zo-no-cache", "Use --method zo2"
+            "--method mezo keeps the model on the GPU: it has none of the --zo-* options of blocks", "Use --method zo2"
         )
 
 
@@ -104,8 +105,10 @@ def check_forward_only(request: Request) -> None:
         raise UserError(f"--recompute {request.recompute}: --method {name} has no backward to recompute for", "Leave it out")
     if request.loop.clip_grad_norm:
         raise UserError(f"--clip-grad-norm: --method {name} has no gradients", "Leave it out")
-    if request.mode != "train":
-        raise CannotTell(f"--mode {request.mode} with --method {name} is not modelled. Leave --method out for a plain forward")
+    if request.mode == "forward":
+        raise CannotTell(
+            f"--mode forward with --method {name} is not modelled. An evaluation between steps is --mode inference"
+        )
     if request.precision.endswith("-mixed"):
         raise CannotTell(f"--precision {request.precision}: zeroth-order methods keep no fp32 masters. Use bf16, fp16 or fp32")
 
@@ -115,19 +118,25 @@ def traced_as(request: Request) -> Request:
     return request.but(mode="inference", use_cache=(request.zo or ZoSettings()).use_cache)
 
 
-def make(request: Request, trace: StepTrace) -> Mezo:
-    return Mezo()
+def make(request: Request, trace: StepTrace) -> Mezo | SingleDevice:
+    return SingleDevice() if request.mode == "inference" else Mezo()
 
 
 def said(request: Request) -> list[str]:
     settings = request.zo or ZoSettings()
     return [
         *said_of_adapter(request),
-        "MeZO: two forwards a step, noise from one seed, updates in place; no gradients, no optimizer state",
+        said_of_evaluation(request)
+        if request.mode == "inference"
+        else "MeZO: two forwards a step, noise from one seed, updates in place; no gradients, no optimizer state",
         "the forward builds a key-value cache, as both MeZO trainers leave it"
         if settings.use_cache
         else "the forward builds no key-value cache (use_cache=False)",
     ]
+
+
+def said_of_evaluation(request: Request) -> str:
+    return f"an evaluation between the steps of {request.method}: one forward, nothing is perturbed"
 
 
 def said_of_adapter(request: Request) -> list[str]:

@@ -6,11 +6,17 @@ with the parameter is computed all the same.)
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
 
 from ...errors import UserError, did_you_mean
 
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ...models.adapters import AdapterSettings
+
+TRAINED = ("all", "lora", "prefix-tuning")  # what MeZO's trainer perturbs (large_models/run.py: --lora, --prefix_tuning)
 HOST_DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp8": "float8_e4m3fn"}
 
 
@@ -36,13 +42,18 @@ class ZoSettings:
     """ZO2 under `amp`: what the host keeps; None is fp16.  Without `amp` the host keeps the model's own dtype."""
     use_cache: bool = True
     """MeZO: the forward builds a key-value cache and holds it until the loss is there, since neither trainer clears
-    `config.use_cache`.  False saves 2 * layers * batch * seq * kv_heads * head_dim elements.  ZO2 and DistZO2 build none."""
+    `config.use_cache`.  False saves 2 * layers * batch * seq * kv_heads * head_dim elements.  ZO2 and DistZO2 build one in an
+    evaluation only."""
+    eval_batch: int | None = None
+    """The micro batch of evaluations between steps, which have to fit as well; None: there are none."""
 
     def __post_init__(self) -> None:
         if self.zo_pert not in (1, 2):
             raise UserError(f"--zo-pert {self.zo_pert}: a step has two perturbed forwards", "Use 1 or 2")
         if self.zo_data < 1:
             raise UserError(f"--zo-data {self.zo_data}: must be at least 1", "Leave it out for one group")
+        if self.eval_batch is not None and self.eval_batch < 1:
+            raise UserError(f"--zo-eval-batch {self.eval_batch}: must be at least 1", "Leave it out for no evaluation")
         if self.offloading_blocks != "all" and self.offloading_blocks < 0:
             raise UserError(
                 f"--zo-offload-blocks {self.offloading_blocks}: cannot be negative", "Use a number of blocks, or all"
@@ -61,3 +72,18 @@ class ZoSettings:
     def host_dtype(self, dtype: str) -> str:
         """What the host keeps of a parameter of `dtype`."""
         return HOST_DTYPES[self.precision_on_offloading_device or "fp16"] if self.amp else dtype
+
+
+def adapter_of(trained: str, given: Mapping[str, Any]) -> AdapterSettings:
+    """The adapter of --zo-train, with what other options say of it."""
+    from ...models.adapters import AdapterSettings
+
+    if trained not in TRAINED:
+        hint = did_you_mean(trained, TRAINED) or f"Choose one of {', '.join(TRAINED)}"
+        raise UserError(f"--zo-train {trained!r} is not known", hint)
+    return without_autocast(AdapterSettings.of(trained, **given))
+
+
+def without_autocast(adapter: AdapterSettings) -> AdapterSettings:
+    """As zeroth-order trainers have it: in the dtype of the model, and no autocast around the step."""
+    return replace(adapter, adapter_dtype="base", autocast=False)

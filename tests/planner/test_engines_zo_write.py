@@ -22,7 +22,7 @@ from memplan.planner.engines.detect import read_config
 from memplan.planner.engines.imported import apply
 from memplan.planner.engines.write import files_of, write_folder
 from memplan.planner.engines.zo_write import ZO2_DTYPES, launch, zo2_config
-from memplan.planner.strategies.zo_settings import ZoSettings
+from memplan.planner.strategies.zo_settings import ZoSettings, adapter_of
 
 TINY = {"num_hidden_layers": "2", "hidden_size": "32", "ffn_dim": "64", "num_attention_heads": "4"}
 TINY |= {"word_embed_proj_dim": "32", "vocab_size": "128", "tie_word_embeddings": "false"}
@@ -53,6 +53,7 @@ QUESTIONS = {
     "zo2": lambda: asked("zo2", zo=ZoSettings(offloading_blocks=1, bucket=True), precision="bf16"),
     "amp": lambda: asked("zo2", zo=ZoSettings(amp=True, precision_on_offloading_device="fp8"), precision="bf16-autocast"),
     "no overlap": lambda: asked("zo2", zo=ZoSettings(overlap=False), frozen=("model.decoder.embed_tokens",), attention="eager"),
+    "lora": lambda: asked("mezo", adapter=adapter_of("lora", {"rank": 4})),
     "2d": lambda: distributed(zo_pert=2, zo_data=2, zo_slice=True),
 }
 
@@ -68,6 +69,7 @@ def test_what_is_written_asks_the_same_question_when_it_is_read(tmp_path, name):
         assert options[key] == getattr(request, key)
     assert options["zo"] == (request.zo or ZoSettings())
     assert options.get("frozen", ()) == request.frozen
+    assert options["adapter"] == request.adapter_settings
 
 
 @pytest.mark.parametrize("name", ["zo2", "amp", "no overlap"])
