@@ -13,7 +13,7 @@ import warnings
 from typing import Any
 
 from ..errors import MemplanError
-from .worker import _one_line
+from .worker import one_line
 
 
 def answer(job: dict[str, Any]) -> dict[str, Any]:
@@ -29,7 +29,7 @@ def answer(job: dict[str, Any]) -> dict[str, Any]:
     except MemplanError as error:
         return {"reason": str(error)}
     except Exception as error:
-        return {"reason": f"raised {_one_line(error)}"}
+        return {"reason": f"raised {one_line(error)}"}
 
 
 def main() -> int:

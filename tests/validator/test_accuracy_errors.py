@@ -48,8 +48,9 @@ def test_a_validation_on_a_gpu_renews_the_bars_of_later_predictions(tmp_path, mo
         for size in (102, 100)
     )
     for device in ("cpu", "NVIDIA L4"):
-        made = Comparison(question={"method": "full", "gpus": 1}, device=device, tolerance=0.01, predicted=ours, measured=theirs,
-                          rows=rows_of(ours, theirs))  # fmt: skip
+        question = {"method": "full", "gpus": 1}
+        rows = rows_of(ours, theirs)
+        made = Comparison(question=question, device=device, tolerance=0.01, predicted=ours, measured=theirs, rows=rows)
         assert remember(made) is None
     (bar,) = error_bars.own()
     assert (bar.num_rows, bar.median) == (1, pytest.approx(0.02))
