@@ -150,6 +150,13 @@ def communicator_bytes(gpus: int) -> int:
     return int(figure.values[0]) * 2**20
 
 
+def nccl_bytes(gpus: int, communicators: int = 1) -> int:
+    """What NCCL takes of each of `gpus` GPUs: once for its kernels, which stays when a communicator is destroyed, and the
+    buffers of each communicator."""
+    before, after = next(f for f in nccl_figures() if f.key == "loaded").values
+    return int(after - before) * 2**20 + communicators * communicator_bytes(gpus)
+
+
 def nccl_figures() -> tuple[Figure, ...]:
     """Published figures about the GPU memory that NCCL takes outside PyTorch's allocator."""
     return tuple(Figure.model_validate(row) for row in _read("links.json")["nccl"])

@@ -29,7 +29,7 @@ LOSSES = ("model", "plain", "shifted", "chunked", "liger")
 # Other spellings that people use, by option.
 ALIASES = {"attention": {"flash2": "flash_attention_2"}, "loss": {"hf": "model"}}
 # Strategies whose treatment of frozen parameters beside trained ones is modelled.
-_ADAPTER_STRATEGIES = (SINGLE, "release", "ddp", "fsdp1", "fsdp2", "hsdp")
+_ADAPTER_STRATEGIES = (SINGLE, "release", "ddp", "zero0", "zero1", "zero2", "zero3", "fsdp1", "fsdp2", "hsdp")
 # What can leave the GPU, by where it goes.
 OFFLOADS = {"cpu": ("optimizer", "param", "activation"), "nvme": ("optimizer:nvme", "param:nvme")}
 DEFAULT_MICRO_BATCH_SIZE = 1
@@ -59,6 +59,8 @@ class Request:
     reentrant: bool = False
     attention: str = "sdpa"
     loss: str = "model"
+    mlp_tiles: int | None = None
+    """Tiles of tokens in which every MLP runs (DeepSpeed's TiledMLP); None: as it is."""
     mode: str = "train"
     use_cache: bool = False
     """The model builds a key-value cache in training (config.use_cache); transformers' Trainer switches it off."""
@@ -104,7 +106,12 @@ class Request:
         self._check_strategy()
         if self.loop.grad_accum_steps < 1:
             raise UserError(f"--grad-accum {self.loop.grad_accum_steps}: must be at least 1", "Leave it out for none")
-        for name, value in (("--target-len", self.target_len), ("--image-size", self.image_size), ("--gpus", self.gpus)):
+        for name, value in (
+            ("--tiled-mlp", self.mlp_tiles),
+            ("--target-len", self.target_len),
+            ("--image-size", self.image_size),
+            ("--gpus", self.gpus),
+        ):
             if value is not None and value < 1:
                 raise UserError(f"{name} {value}: must be at least 1", "Leave it out for the default")
         if self.compiled:

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import CannotTell, UserError
 from ...units import gib
+from ..recompute.policy import SELECTIVE
 from .bounds import Bounds
 from .plan import Candidate, Plan, Refused
-from .search import Found, Judged, Score, candidate_of, judge, row_of, search, shape_of
-from .space import Wanted, candidates, divisors, levels
+from .search import Found, Judged, Score, candidate_of, judge, row_of, score_of, search, shape_of
+from .space import TO_THE_HOST, Wanted, candidates, divisors, levels
 
 if TYPE_CHECKING:
     from ...models import ModelSpec
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 DEFAULT_PER_GPU = 8  # samples of one GPU in a step, where --global-batch is not given
 _CLOSEST_TRIED = 2  # configurations with the lowest bounds that are simulated where nothing fits
 _MOST_REFUSED = 4
+_MOST_EVENTS = 50_000  # of a micro step: beyond it choosing what is recomputed takes half a minute
 _MOST_TIMES_GPUS = 128
 _FEWER_GPUS = (1, 2, 4, 8)  # of one machine, tried for the least cost
 _WORTH_SAYING = 1 << 30  # bytes of host memory
@@ -95,7 +97,7 @@ def make_plan(
     notes: list[str] = []
     seen: set[Any] = set()
     everything = Found()
-    for number, level in enumerate(levels(wanted, nvme=base.nvme_bytes is not None)):
+    for number, level in enumerate(levels(wanted, nvme=base.nvme_bytes is not None, alone=len(bases) == 1 and base.gpus == 1)):
         fresh = [r for r in candidates(bases, wanted, level) if (shape_of(r), r.micro_batch_size) not in seen]
         seen |= {(shape_of(r), r.micro_batch_size) for r in fresh}
         if not fresh:
@@ -105,13 +107,38 @@ def make_plan(
         everything.num_simulated += found.num_simulated
         everything.refused += found.refused
         if found.best:
+            if wanted.recomputes is None:
+                notes += _refine(found, wanted, traces, say)
             if number:
-                notes.append(f"nothing fits without giving something up: {level.words}")
+                alone = (
+                    "nothing fits on the GPU alone"
+                    if level.words == TO_THE_HOST
+                    else "nothing fits without giving something up"
+                )
+                notes.append(f"{alone}: {level.words}")
             everything.best = found.best
             break
     if not everything.num_considered:
         raise UserError("no configuration answers to these choices", "Leave some of --strategy, --precision, --offload ... out")
     return _plan(base, bases, wanted, everything, bounds, traces, notes, top)
+
+
+def _refine(found: Found, wanted: Wanted, traces: TraceSource, say: Callable[[str], None]) -> list[str]:
+    """Where the first row recomputes every block: which results it has room to keep.  What is to be said of it."""
+    score, judged = found.ranked()[0]
+    if judged.request.recompute != "full" or wanted.objective == "memory" or not judged.request.has_backward:
+        return []
+    if len(traces.step(judged.request).event_kind) > _MOST_EVENTS:
+        return ["the model is deep: --recompute selective, which may be faster, was not tried"]
+    say("choosing what is recomputed")
+    try:
+        better = judge(judged.request.but(recompute=SELECTIVE), traces)
+    except (CannotTell, UserError):
+        return []
+    found.num_simulated += 1
+    if better.prediction.fits and score_of(wanted.objective, better) < score:
+        found.best[row_of(judged.request)] = score_of(wanted.objective, better), better
+    return []
 
 
 def _check_batch(base: Request, wanted: Wanted) -> None:
@@ -295,7 +322,7 @@ def _fits(request: Request, traces: TraceSource) -> bool:
 
 
 def _more_gpus(request: Request, wanted: Wanted, traces: TraceSource) -> str:
-    from ...hardware.catalogue import communicator_bytes
+    from ..strategies.outside import with_nccl
 
     each = request.gpus // request.nodes
     times = 2
@@ -304,7 +331,7 @@ def _more_gpus(request: Request, wanted: Wanted, traces: TraceSource) -> str:
         strategy = "fsdp2" if request.strategy in ("single", "release", "ddp") else request.strategy
         precision = request.precision.replace("-autocast", "-mixed") if strategy == "fsdp2" else request.precision
         nodes = max(1, gpus // 8) if each >= 4 or gpus > 8 else 1  # 8 GPUs a machine, as they are sold
-        device = request.device if request.gpus > 1 else request.device.with_communicator(communicator_bytes(gpus))
+        device = request.device if request.gpus > 1 else with_nccl(request.device, gpus, strategy)
         accumulated = max(1, wanted.global_batch_size // gpus // request.micro_batch_size)
         asked = request.but(
             gpus=gpus, nodes=nodes, strategy=strategy, precision=precision, device=device, grad_accum_steps=accumulated,
@@ -318,12 +345,11 @@ def _more_gpus(request: Request, wanted: Wanted, traces: TraceSource) -> str:
 
 
 def _larger_card(request: Request, needs_bytes: int, traces: TraceSource) -> str:
-    from ...hardware.catalogue import communicator_bytes, device
+    from ...hardware.catalogue import device
     from ..advice import _USUAL_CARDS
+    from ..strategies.outside import with_nccl
 
-    cards = (device(key) for key in _USUAL_CARDS)
-    if request.gpus > 1:
-        cards = (card.with_communicator(communicator_bytes(request.gpus)) for card in cards)
+    cards = (with_nccl(device(key), request.gpus, request.strategy) for key in _USUAL_CARDS)
     for card in sorted(cards, key=lambda d: d.usable_bytes):
         if card.usable_bytes >= needs_bytes and _fits(request.but(device=card), traces):
             return f"{card.name} ({candidate_of(request).name}, micro batch {request.micro_batch_size})"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from memplan.errors import UserError
-from memplan.hardware.catalogue import communicator_bytes, device
+from memplan.hardware.catalogue import device, nccl_bytes
 from memplan.planner.api import fits, make_request
 from memplan.planner.ledger import Tier
 from memplan.planner.predict import ledger_of
@@ -102,8 +102,8 @@ def test_a_sharded_run_needs_less_than_ddp_on_each_card(traces):
 def test_nccl_takes_memory_that_torch_cannot_have():
     one, four = device("a100-80gb"), ask(strategy="ddp", gpus=4, precision="fp32").device
 
-    assert one.usable_bytes - four.usable_bytes == communicator_bytes(4) == 688 * 2**20
-    assert communicator_bytes(2) < communicator_bytes(4)
+    assert one.usable_bytes - four.usable_bytes == nccl_bytes(4) == (748 + 688) * 2**20
+    assert nccl_bytes(2) == (748 + 544) * 2**20
 
 
 def test_16_bit_weights_under_deepspeed_have_fp32_masters_unless_said_otherwise():

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 from memplan.errors import CannotTell, UserError
+from memplan.hardware.catalogue import device
 from memplan.models import load
 from memplan.planner import inverse
 from memplan.planner.api import make_request
@@ -14,6 +15,7 @@ from memplan.planner.inverse import fewest, in_words, largest_batch, longest
 from memplan.planner.predict import predict
 from memplan.planner.prediction import Verdict
 from memplan.planner.strategies.deepspeed_settings import DeepSpeedSettings
+from memplan.planner.strategies.outside import with_nccl
 from memplan.planner.trace.source import TraceSource
 
 LLAMA = {"num_hidden_layers": "4", "hidden_size": "512", "intermediate_size": "1376", "num_attention_heads": "8"}
@@ -102,11 +104,13 @@ SMALL_BUCKETS = DeepSpeedSettings(reduce_bucket_size=1_000_000, stage3_prefetch_
     "options", [{"strategy": "zero3", "deepspeed": SMALL_BUCKETS}, {"strategy": "fsdp2"}], ids=["zero3", "fsdp2"]
 )
 def test_the_fewest_gpus_fit_and_one_less_does_not(options, traces):
-    wide = {"num_hidden_layers": "8", "hidden_size": "1024", "intermediate_size": "2752", "head_dim": "128"}
+    wide = {"num_hidden_layers": "24", "hidden_size": "1024", "intermediate_size": "2752", "head_dim": "128"}
     model = load("meta-llama/Llama-3.2-1B", overrides=LLAMA | wide)
+    outside = with_nccl(device("t4"), 4, options["strategy"]).context_bytes
+    memory = outside + (1800 << 20)
 
     def at(gpus, nodes):
-        asked = {**options, "gpus": gpus, "nodes": nodes, "gpu_memory": "1480MiB", "precision": "bf16-mixed", "seq_len": 64}
+        asked = {**options, "gpus": gpus, "nodes": nodes, "gpu_memory": memory, "precision": "bf16-mixed", "seq_len": 64}
         return make_request(model, "t4", **asked)
 
     found = fewest(at, traces)
