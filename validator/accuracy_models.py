@@ -53,6 +53,8 @@ def spec_of(row: Row) -> ModelSpec:
         raise CannotTell("the source cut the model to fewer layers, in a family whose config counts them otherwise")
     if profile_of(row).variant == "torchtitan_llama":
         return _torchtitan(row)
+    if profile_of(row).variant == "litgpt":
+        return _litgpt(row)
     if row.workload.task == "loss-head-only":
         return _loss_head(row)
     if row.model.family == "custom":
@@ -117,6 +119,26 @@ def _torchtitan(row: Row) -> ModelSpec:
         raise CannotTell(f"torchtitan's {row.model.family} with recompute {recompute} is not modelled")
     config = _without(row.model.config, "tie_word_embeddings", "max_position_embeddings")
     return _factory(row, "torchtitan_llama", {**config, "seq_len": row.workload.seq_len, "recompute": recompute})
+
+
+def _litgpt(row: Row) -> ModelSpec:
+    """Its own class with LoRA on query and value, as its resource tables have it."""
+    adapter = row.strategy.adapter
+    if row.model.family not in ("llama", "gpt_neox", "phi") or not row.id.startswith(("litgpt-rt-", "litgpt-lora-")):
+        raise CannotTell(f"litgpt's {row.model.family} of this edition is not modelled")
+    if adapter is None or adapter.kind != "lora" or adapter.base_quant not in ("none", "nf4", "nf4-dq"):
+        raise CannotTell("litgpt without LoRA is not modelled")
+    if row.strategy.parallel.kind != "single":
+        raise CannotTell("litgpt's FSDP units of frozen and trained parameters are not modelled: gradients of both are made there")
+    kwargs = {
+        "family": row.model.family,
+        "config": _without(row.model.config, "tie_word_embeddings", "max_position_embeddings"),
+        "rank": adapter.rank,
+        "dropout": adapter.dropout or 0.0,
+        "seq_len": row.workload.seq_len,
+        "quant": adapter.base_quant,
+    }
+    return _factory(row, "litgpt", kwargs)
 
 
 def _blocks_per_checkpoint(row: Row) -> int:

@@ -241,7 +241,7 @@ def _adapter(row: Row) -> AdapterSettings | None:
     from ..models.adapters import BASE_QUANTS, KINDS, AdapterSettings
 
     said, precision = row.strategy.adapter, row.strategy.precision
-    if said is None:
+    if said is None or profile_of(row).adapts_itself:
         return None
     if said.kind not in KINDS:
         raise CannotTell(f"adapter {said.kind} is not modelled yet")

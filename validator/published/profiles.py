@@ -26,6 +26,7 @@ class Profile:
     where it mixes precisions; `own`: kinds of parallelism that it wrote itself, and the planner's strategy that holds the same
     bytes ("" where none does); `loop_of_several`: in place of `loop`, where these runs had another; `adapter_of_several`:
     fields of `AdapterSettings` that it sets there.  `fused_norms`: where its losses are fused, so is RMSNorm.
+    `adapts_itself`: its model class has the adapter, instead of peft.
 
     `stated`: where all that is to be read.
     """
@@ -46,6 +47,7 @@ class Profile:
     adapter_of_several: Mapping[str, Any] = field(default_factory=dict)
     alloc_conf: str = ""
     fused_norms: bool = False
+    adapts_itself: bool = False
     config: Mapping[str, Any] = field(default_factory=dict)
     attention: str | None = None
     gb_bytes: int = 1_000_000_000
@@ -150,6 +152,13 @@ PROFILES: dict[str, Profile] = {
     "peft": Profile(
         stated="the table of README.md is of December 2022 (commit 5de175184), when torch was 1.13",
         torch=(1, 13),
+    ),
+    "litgpt": Profile(
+        stated="finetune/lora.py at 8641822: the longest sample is that of the first of the accumulated micro steps, before there "
+        "are gradients or states",
+        loop={"grad_accum_steps": 1, "iterations": 1},
+        variant="litgpt",
+        adapts_itself=True,
     ),
     "liger-kernel": Profile(
         stated="benchmark/scripts/utils.py, _test_memory: ten forward and backward passes, gradients never cleared",
