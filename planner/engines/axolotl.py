@@ -324,8 +324,6 @@ def _adapter(keys: Keys, said: dict[str, Said], reasons: list[str]) -> dict[str,
         raise keys.both("adapter", "load_in_8bit", "QLoRA loads the base in 4 bits")
     if kind == "qlora" and not in4:
         raise UserError(f"{keys.at('adapter')}: adapter qlora needs load_in_4bit: true", "Write it, or use adapter: lora")
-    if in8:
-        reasons.append(f"{keys.at('load_in_8bit')}: load_in_8bit true: a base in 8 bits is not modelled yet")
     if peft.get("loftq_config"):
         reasons.append(f"{keys.at('peft')}: peft.loftq_config is not modelled yet")
     method = "dora" if dora else "rslora" if rslora else str(kind)
@@ -336,9 +334,12 @@ def _adapter(keys: Keys, said: dict[str, Said], reasons: list[str]) -> dict[str,
     adapter = {name: replace(value, key=renames.get(name, value.key)) for name, value in adapter.items()}
     if "targets" in adapter and keys.is_on("lora_target_linear"):
         adapter["targets"] = Said(adapter["targets"].value, "lora_target_linear")
-    if in4 or gptq:  # norms, embeddings and head go back to 16 bits behind prepare_model_for_kbit_training
-        adapter["base_quant"] = Said(("nf4-dq" if double else "nf4") if in4 else "gptq", "load_in_4bit" if in4 else "gptq")
-        adapter["upcast"] = Said(False, "load_in_4bit" if in4 else "gptq")
+    if in4 or in8 or gptq:  # norms, embeddings and head go back to 16 bits behind prepare_model_for_kbit_training
+        quant_key = "load_in_4bit" if in4 else "load_in_8bit" if in8 else "gptq"
+        adapter["base_quant"] = Said(("nf4-dq" if double else "nf4") if in4 else "int8" if in8 else "gptq", quant_key)
+        adapter["upcast"] = Said(False, quant_key)
+    if in4:
+        adapter["quant_storage"] = Said("bfloat16", "load_in_4bit")
     if base16:
         adapter["adapter_dtype"] = Said("base", "peft_autocast_adapter_dtype")
     return adapter

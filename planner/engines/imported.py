@@ -145,10 +145,28 @@ def apply(imported: Imported, options: Mapping[str, Any], config: Mapping[str, A
         notes.append(f"neither deepspeed nor fsdp is there: --strategy {made['strategy']}")
     if imported.kind == "torchtune" and made.get("strategy") is None:
         _torchtune_strategy(made, notes)
+    _chunked_loss(imported, given, made, notes)
     made["adapter"] = _adapter(imported, given, made.get("method"), notes)
     notes.sort(key=lambda note: not note.startswith(NOT_UNDERSTOOD))  # stable: these first
     made["notes"] = [f"{imported.source}: {note}" for note in dict.fromkeys(notes)]
     return made
+
+
+def _chunked_loss(imported: Imported, given: Mapping[str, Any], made: dict[str, Any], notes: list[str]) -> None:
+    """DDP and FSDP are modelled where the step runs the whole model once: a head that runs apart is counted with all logits."""
+    said = imported.said.get("loss")
+    if (
+        said is None
+        or said.value != "chunked"
+        or "loss" in given
+        or not str(made.get("strategy")).startswith(("ddp", "fsdp", "hsdp"))
+    ):
+        return
+    made["loss"] = None
+    notes.append(
+        f"{said.key}: under --strategy {made['strategy']} all logits are counted at once, which keeps more: "
+        "the peak is an upper bound"
+    )
 
 
 def _torchtune_strategy(made: dict[str, Any], notes: list[str]) -> None:
@@ -180,7 +198,7 @@ def _adapter(imported: Imported, given: Mapping[str, Any], method: str | None, n
             )
             said = {}
         elif given["method"] != imported.said["method"].value:  # --method lora on a file of QLoRA: on a 16-bit base
-            said = {name: value for name, value in said.items() if name not in ("base_quant", "upcast")}
+            said = {name: value for name, value in said.items() if name not in ("base_quant", "upcast", "quant_storage")}
     fields = {name: value.value for name, value in said.items()}
     for name, value in (explicit or {}).items():
         if name in said and said[name].value != value:

@@ -210,10 +210,11 @@ def _adapter(keys: Keys, said: dict[str, Said], reasons: list[str], notes: list[
     if bits is not None:
         if method not in ("bnb", "bitsandbytes") or bits not in (4, 8):
             reasons.append(f"{keys.at('quantization_bit')}: quantization_bit {bits} by {method} is not modelled yet")
-        elif bits == 8:
-            reasons.append(f"{keys.at('quantization_bit')}: quantization_bit 8: a base in 8 bits is not modelled yet")
-        fields["base_quant"] = Said(quant_type + ("-dq" if double else ""), "quantization_bit")
+        fields["base_quant"] = Said("int8" if bits == 8 else quant_type + ("-dq" if double else ""), "quantization_bit")
         fields["upcast"] = Said(False, "quantization_bit")  # prepare_model_for_kbit_training is not called
+        half = "bfloat16" if keys.flag("bf16") or keys.flag("pure_bf16") else "float16" if keys.flag("fp16") else None
+        if bits == 4 and half:
+            fields["quant_storage"] = Said(half, "quantization_bit")  # the type that is computed in
     if keys.flag("pure_bf16"):
         fields["adapter_dtype"] = Said("base", "pure_bf16")
     return fields

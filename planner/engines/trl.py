@@ -30,7 +30,7 @@ SILENT = frozenset({
     "dataset_configs", "chat_template", "preprocessing_num_workers", "auto_insert_empty_system_msg", "tokenizer_name_or_path",
     "dataset_batch_size", "num_of_sequences", "chars_per_token", "use_auth_token", "benchmarks", "callbacks",
     "system_prompt", "overwrite_hub_revision", "hub_model_revision", "push_to_hub_revision", "wandb_entity", "wandb_project",
-    "wandb_log_unique_prompts", "packing", "padding_free", "bnb_4bit_quant_storage", "config",
+    "wandb_log_unique_prompts", "packing", "padding_free", "config",
 })  # fmt: skip
 _NOT_MODELLED = {
     "lora_target_parameters": "adapters on parameters, not modules",
@@ -75,7 +75,7 @@ def read(text: Text) -> Imported:
     found = training_args.read(_arguments(keys), text.source)
     said, taken = dict(found.said), dict(found.taken)
     _length(keys, said, notes)
-    adapter = _adapter(keys, said, reasons)
+    adapter = _adapter(keys, said)
     _precision(keys, found, said, taken, notes)
     attention = keys.get("attn_implementation")
     if keys.flag("use_flash_attention_2"):
@@ -135,7 +135,7 @@ def _length(keys: Keys, said: dict[str, Said], notes: list[str]) -> None:
         notes.append(f"{key}: a batch of samples of that length is answered for; shorter ones need less")
 
 
-def _adapter(keys: Keys, said: dict[str, Said], reasons: list[str]) -> dict[str, Said]:
+def _adapter(keys: Keys, said: dict[str, Said]) -> dict[str, Said]:
     in4, in8 = keys.flag("load_in_4bit"), keys.flag("load_in_8bit")
     if in4 and in8:
         raise keys.both("load_in_4bit", "load_in_8bit", "weights have one size")
@@ -149,6 +149,7 @@ def _adapter(keys: Keys, said: dict[str, Said], reasons: list[str]) -> dict[str,
     dora, rslora = keys.flag("use_dora"), keys.flag("use_rslora")
     quant = keys.choice("bnb_4bit_quant_type", ("nf4", "fp4")) or "nf4"
     double = keys.flag("use_bnb_nested_quant")
+    storage = keys.choice("bnb_4bit_quant_storage", ("uint8", "float16", "bfloat16", "float32"))
     if not keys.flag("use_peft"):
         for key in ("load_in_4bit", "load_in_8bit"):
             if keys.flag(key):
@@ -156,15 +157,16 @@ def _adapter(keys: Keys, said: dict[str, Said], reasons: list[str]) -> dict[str,
                     f"{keys.at(key)}: {key} without use_peft: quantised weights do not train", "Write use_peft: true"
                 )
         return {}
-    if in8:
-        reasons.append(f"{keys.at('load_in_8bit')}: load_in_8bit true: a base in 8 bits is not modelled yet")
     key = "use_dora" if dora else "use_rslora" if rslora else "load_in_4bit" if in4 else "use_peft"
     said["method"] = Said("dora" if dora else "rslora" if rslora else "qlora" if in4 else "lora", key)
     adapter = {name: Said(value, key) for name, (value, key) in fields.items() if value != ()}
-    if in4:
-        adapter["base_quant"] = Said(quant + ("-dq" if double else ""), "load_in_4bit")
-        adapter["upcast"] = Said(False, "load_in_4bit")  # prepare_model_for_kbit_training is not called
-        adapter["adapter_dtype"] = Said("base", "load_in_4bit")  # adapters are cast to bf16 (sft_trainer.py)
+    if in4 or in8:
+        key = "load_in_4bit" if in4 else "load_in_8bit"
+        adapter["base_quant"] = Said(quant + ("-dq" if double else "") if in4 else "int8", key)
+        adapter["upcast"] = Said(False, key)  # prepare_model_for_kbit_training is not called
+        if in4 and storage is not None:
+            adapter["quant_storage"] = Said(storage, "bnb_4bit_quant_storage")
+        adapter["adapter_dtype"] = Said("base", key)  # adapters are cast to bf16 (sft_trainer.py)
     return adapter
 
 

@@ -134,7 +134,7 @@ FILES = {
         {},
         {"method": "qlora", "precision": "bf16", "optimizer": "paged-adamw-8bit", "reentrant": True, "seq_len": 4096,
          "adapter": {"rank": 32, "targets": ("all-linear",), "modules_to_save": ("embed_tokens", "lm_head"),
-                     "base_quant": "nf4-dq", "upcasts": False}},
+                     "base_quant": "nf4-dq", "quant_storage": "bfloat16", "upcasts": False}},
     ),
     "full with ZeRO-3": (
         FULL_ZERO3,
@@ -231,7 +231,7 @@ def test_what_contradicts_itself_is_a_mistake_with_both_lines(training_file, lin
 
 @pytest.mark.parametrize(
     "lines",
-    ["rl: dpo", "adapter: lora\nload_in_8bit: true", "unfrozen_parameters: ['^lm_head']", "context_parallel_size: 2",
+    ["rl: dpo", "unfrozen_parameters: ['^lm_head']", "context_parallel_size: 2",
      "attn_implementation: xformers", "optimizer: came_pytorch", "adapter: lora\nlora_target_modules: 'layers.*proj'"],
 )  # fmt: skip
 def test_what_is_not_modelled_gives_no_answer_and_says_the_line(training_file, lines):
@@ -247,3 +247,19 @@ def test_kernels_that_save_memory_are_said_to_make_an_upper_bound(training_file)
 
 def test_an_anchor_is_what_it_names(training_file):
     assert training_file.asked(FULL)["seq_len"] == 4096
+
+
+def test_a_base_in_8_bits_is_that_of_the_adapter(training_file):
+    made = training_file.asked(LORA + "load_in_8bit: true\n")
+
+    assert training_file.otherwise(made, {"method": "lora", "adapter": {"base_quant": "int8", "quant_storage": None}}) == {}
+
+
+def test_a_loss_in_chunks_is_counted_whole_where_the_strategy_runs_the_whole_model(training_file):
+    text = FULL_ZERO3.replace("deepspeed: ds.json\n", "")
+
+    alone, several = training_file.asked(text), training_file.asked(text, gpus=2)
+
+    assert alone["loss"] == "chunked"
+    assert several["loss"] is None
+    assert any("all logits are counted at once" in note for note in several["notes"])

@@ -102,7 +102,8 @@ FILES = {
         QLORA, {},
         {"method": "qlora", "precision": "fp16", "reentrant": None, "attention": "eager", "optimizer": "paged-adamw-32bit",
          "seq_len": 2048, "adapter": {"rank": 64, "alpha": 128.0, "dropout": 0.1, "targets": ("q_proj", "v_proj"),
-                                      "modules_to_save": ("lm_head",), "base_quant": "nf4", "upcasts": False}},
+                                      "modules_to_save": ("lm_head",), "base_quant": "nf4", "quant_storage": "float16",
+                                      "upcasts": False}},
     ),
     "full on one card": (
         FULL, {"gpus": 2},
@@ -155,7 +156,14 @@ def test_what_contradicts_itself_is_a_mistake_with_the_lines(training_file, line
 
 
 @pytest.mark.parametrize(
-    "line", ["stage: dpo", "quantization_bit: 8", "use_unsloth: true", "finetuning_type: freeze", "mixture_of_depths: convert"]
+    "line",
+    [
+        "stage: dpo",
+        "quantization_bit: 4\nquantization_method: hqq",
+        "use_unsloth: true",
+        "finetuning_type: freeze",
+        "mixture_of_depths: convert",
+    ],
 )
 def test_what_is_not_modelled_gives_no_answer_and_says_the_line(training_file, line):
     with pytest.raises(CannotTell, match=r"line 3: .*not modelled yet"):
