@@ -189,6 +189,9 @@ CASES: tuple[ZeroCase, ...] = (
     _case(2, "llama", 5_000, contiguous_gradients=False, grad_accum_steps=2, world_size=3, rank=1),
     _case(1, "gpt2", 5_000, contiguous_gradients=False, grad_accum_steps=2),
     _case(2, "bert", 5_000, contiguous_gradients=False, grad_accum_dtype=_FP32, optimizer_groups="decay"),
+    _case(2, "opt", 5_000, contiguous_gradients=False, overlap_comm=True, grad_accum_dtype=_FP32),
+    _case(1, "gpt2", 5_000, contiguous_gradients=False, overlap_comm=True, grad_accum_steps=2),
+    _case(2, "llama-wide", 1_500_000, contiguous_gradients=False, overlap_comm=True, world_size=8),
     _case(2, "llama", 5_000, round_robin_gradients=True, world_size=3, rank=1, optimizer_groups="decay"),
     _case(1, "bert", 5_000, round_robin_gradients=True, world_size=3, rank=2),
     _case(2, "llama", 5_000, **_BF16_MASTERS, world_size=3, rank=1, own_adam=True),
@@ -266,6 +269,11 @@ CASES: tuple[ZeroCase, ...] = (
     _case(3, "llama", memory_efficient_linear=False, iterations=3, **_TIGHT),
     _case(3, "bert", 5_000, memory_efficient_linear=False, world_size=3, rank=1, **_TIGHT),
     _case(3, "gpt2", 5_000, memory_efficient_linear=False, recompute="full", **_TIGHT),
+    # what is frozen: DeepSpeed's linear saves its input all the same
+    _case(3, "llama", frozen=("model.layers.0",), **_TIGHT),
+    _case(3, "bert", 5_000, frozen=("bert.encoder.layer",), world_size=3, rank=1, grad_accum_steps=2, **_TIGHT),
+    _case(3, "mixtral", 5_000, frozen=("model.layers.0",), **_TIGHT),
+    _case(3, "t5", 5_000, frozen=("encoder.block.0", "decoder.block.1"), **_TIGHT),
     _case(3, "opt", 5_000, memory_efficient_linear=False, frozen=("model.decoder.layers.0",), **_TIGHT),
     # -- stage 3 with parts on the host or on NVMe -----------------------------------------------------------------------
     _case(3, "llama", 5_000, offload_optimizer=OffloadOptimizer(), own_adam=True, rank=1, **_TIGHT, quick=True),

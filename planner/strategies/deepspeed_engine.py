@@ -22,8 +22,14 @@ def check(request: Request) -> None:
     """Raises UserError for what DeepSpeed refuses, CannotTell for what is not modelled; both name the JSON's key."""
     if request.precision not in _PRECISIONS:
         raise CannotTell(f"--precision {request.precision}: DeepSpeed keeps fp32 masters. Use {', '.join(_PRECISIONS)}")
+    if request.optimizer == "muon":  # zero/muon: MuonWithAuxAdam splits the groups and orthogonalizes whole gradients
+        raise CannotTell(
+            "optimizer.type Muon under DeepSpeed is not modelled: its Newton-Schulz steps are compiled, and what they "
+            "allocate is the compiler's choice. Use --optimizer adamw, or --strategy fsdp2"
+        )
     stage = int(request.strategy[-1])
     settings = settings_of(request)
+    _check_base(request, stage)
     _check_offload(stage, settings)
     _check_knobs(stage, settings, MIXED.get(request.precision, "float32"))
     _check_norm(stage, settings, clips=request.loop.clip_grad_norm)
@@ -32,6 +38,17 @@ def check(request: Request) -> None:
         raise UserError(
             f"zero_optimization.zero_hpz_partition_size {ranks}: {request.gpus} GPUs do not divide by it",
             "Take the number of GPUs of one machine",
+        )
+
+
+def _check_base(request: Request, stage: int) -> None:
+    adapter = request.adapter_settings
+    if adapter is None or adapter.base_quant == "none":
+        return
+    if stage == _PARTITIONS_PARAMS or adapter.base_quant == "gptq":
+        raise CannotTell(
+            f"--base-quant {adapter.base_quant} with --strategy {request.strategy}: a quantised base that DeepSpeed partitions, "
+            "or that GPTQ made, is not modelled. Use --strategy zero2 with nf4, or --strategy fsdp1"
         )
 
 
@@ -61,10 +78,6 @@ def _check_knobs(stage: int, settings: DeepSpeedSettings, dtype: str) -> None:
             settings.bf16_master_weights_and_grads
             and settings.offload_optimizer is not None
             and settings.offload_optimizer.device == "nvme",
-        ),
-        (
-            "zero_optimization.contiguous_gradients: false with overlap_comm",
-            stage in (1, 2) and not settings.contiguous_gradients and settings.overlaps(stage),
         ),
         (
             f"data_types.grad_accum_dtype {settings.grad_accum_dtype} with a {dtype} model",
@@ -109,6 +122,15 @@ def _check_masters(stage: int, settings: DeepSpeedSettings, dtype: str) -> None:
             "bf16.bf16_master_weights_and_grads with fp32 states on the GPU: DeepSpeed refuses it",
             "Set bf16_optimizer_states as well, or offload the optimizer",
         )
+
+
+def traced_as(request: Request) -> Request:
+    """In 16 bits the engine casts the whole module, adapters and what `prepare_model_for_kbit_training` widened with it."""
+    adapter = request.adapter_settings
+    if adapter is None or request.precision not in MIXED:
+        return request
+    upcast = adapter.upcast if adapter.base_quant == "none" else False
+    return request.but(adapter=replace(adapter, adapter_dtype="base", autocast=False, upcast=upcast))
 
 
 def make(request: Request, trace: StepTrace) -> Strategy:

@@ -68,6 +68,7 @@ class _Zero12(Layout):
         self._compact: dict[int, Block] = {}  # `flat_partition` of each group, in fp32
         self._pads: dict[int, Block] = {}
         self._loose: dict[int, list[Block]] = {}  # of each group: gradients that are kept where autograd made them
+        self._reduced: list[Block] = []  # gradients of other partitions whose reduction may still run
         self._hanging: set[int] = set()  # groups whose `grad_accum` are views of the bucket still
         self._steps = 0
         self._micro_batch = 0
@@ -192,7 +193,11 @@ class _Zero12(Layout):
             self._hanging.add(number)
 
     def _reduce_where_they_are(self, sim: Simulation) -> None:
-        """`buffered_reduce_fallback`: all waiting gradients in one flat copy; they stay tensors of their own."""
+        """`buffered_reduce_fallback`: all waiting gradients in one flat copy; they stay tensors of their own.
+
+        With overlap_comm those of other partitions go when the next reduction begins (`_clear_previous_reduced_grads`).
+        """
+        self._clear_reduced(sim)
         waiting = [(number, index, self._groups[number].params[index]) for number, index in self._bucket.waiting]
         flat = None
         if len(waiting) > 1:
@@ -209,7 +214,14 @@ class _Zero12(Layout):
             sim.free(flat)
         for number, index, param in waiting:
             if self.partition_gradients and not self._touches(number, index):
-                sim.free(self._grads.pop(param.fqn))
+                self._reduced.append(self._grads.pop(param.fqn))
+        if not self._overlap:
+            self._clear_reduced(sim)
+
+    def _clear_reduced(self, sim: Simulation) -> None:
+        for block in self._reduced:
+            sim.free(block)
+        self._reduced.clear()
 
     def _slices(self, sim: Simulation) -> list[tuple[int, int, int | None]]:
         """`average_tensor`: the bucket cut by owner; neighbours of one owner are merged unless they go into fp32.
@@ -280,6 +292,7 @@ class _Zero12(Layout):
                     self._into_bucket(sim, param)
         self._reduce(sim)
         self._micro_batch = 0 if at_boundary else micro_batch + 1
+        self._clear_reduced(sim)
         if not self._is_contiguous:
             self._keep_where_they_are(sim)
         elif not self._offloads:

@@ -15,9 +15,11 @@ R elements of the bucket:
     step         8 * largest c(n) for the norm; then g * S flat (one parameter: none) and 4 * S, sub-group by sub-group
     fp16         a search for infinities before the step: (g + 1) * sum c(n), where the gradients are
     recompute    the gathered weights of the recomputed block once more: the checkpoint saves views of them
+    frozen       the input of a Linear whose weight is frozen: DeepSpeed's linear saves it, torch's does not
     leaf         a leaf module is gathered with all that is inside of it; its gradients wait until its whole backward has run
 
-Known limits: a module's biases are taken as saved by its recompute, also where its op does not save them (GPT-2's Conv1D).
+Known limits: with frozen weights and recompute the first backward may hold one weight more (1 % of a small model).  A module's
+biases are taken as saved by its recompute, also where its op does not save them (GPT-2's Conv1D).
 
 Left out: quantised gathers, Muon, scalars.
 """
@@ -34,7 +36,17 @@ from .base import Strategy
 from .deepspeed_settings import DeepSpeedSettings
 from .flat import check_rank, optimizer_groups
 from .zero3_gather import GatherKnobs, ParamCoordinator
-from .zero3_hooks import ModuleUse, inside_of, leaf_modules, module_use, recomputed_modules, saved_as_views, with_children
+from .zero3_hooks import (
+    KeptInputs,
+    ModuleUse,
+    inside_of,
+    kept_inputs,
+    leaf_modules,
+    module_use,
+    recomputed_modules,
+    saved_as_views,
+    with_children,
+)
 from .zero3_store import Store
 from .zero_host import FP64, Adam, host_tier
 
@@ -67,6 +79,9 @@ class Zero3(Strategy):
         self._leaf_of: dict[int, int] = {}  # module -> the leaf module that it is, or is a part of
         self._of_leaf: dict[int, dict[str, Block]] = {}  # gradients of leaf modules whose backward runs
         self._recomputes: frozenset[int] = frozenset()
+        self._kept_inputs = KeptInputs({}, {})
+        self._inputs: dict[int, Block] = {}  # by storage of the trace
+        self._module_events = 0  # of this micro step
         self._recomputed = 0  # modules left in recomputes of this micro step
         self._micro_batch = 0
 
@@ -106,6 +121,8 @@ class Zero3(Strategy):
         leaves = leaf_modules(trace, settings.leaf_module)
         self._leaf_of = inside_of(trace, leaves)
         self._recomputes = recomputed_modules(trace)
+        if settings.memory_efficient_linear:
+            self._kept_inputs = kept_inputs(trace)
         direct, deep = self._use.params, with_children(trace, self._use.params)
         self._coordinator = ParamCoordinator(
             trace.params,
@@ -166,7 +183,8 @@ class Zero3(Strategy):
         assert self._use is not None
         if kind is Pass.FORWARD and sim.trace.modules[module].fqn == "":
             self._coordinator.reset_step(sim)
-            self._recomputed = 0
+            self._recomputed = self._module_events = 0
+        self._keep_inputs(sim)
         if self._leaf_of.get(module, module) != module:
             return  # part of a leaf module: it has no hooks
         if kind is Pass.BACKWARD and not self._use.has_output_grad[module]:
@@ -176,6 +194,9 @@ class Zero3(Strategy):
     def after_module(self, sim: Simulation, module: int, kind: Pass) -> None:
         assert self._coordinator is not None
         assert self._use is not None
+        self._keep_inputs(sim)
+        if kind is Pass.BACKWARD:
+            self._drop_inputs(sim, module)
         is_inside = self._leaf_of.get(module, module) != module  # of a leaf module: it has no hooks
         if kind is Pass.RECOMPUTE:
             self._recomputed += 1
@@ -191,6 +212,18 @@ class Zero3(Strategy):
             return  # no input carries a gradient: released at the end of backward
         saves = kind is Pass.FORWARD and module not in self._recomputes
         self._coordinator.release(sim, module, forward=kind is not Pass.BACKWARD, saves=saves)
+
+    def _keep_inputs(self, sim: Simulation) -> None:
+        """What the trace has freed since the last module event, and DeepSpeed's linear has saved."""
+        for storage in self._kept_inputs.at.get(self._module_events, ()):
+            nbytes = int(sim.trace.storage_bytes[storage])
+            self._inputs[storage] = sim.alloc(Component.ACTIVATION, nbytes, what="input that a frozen Linear saves")
+        self._module_events += 1
+
+    def _drop_inputs(self, sim: Simulation, module: int) -> None:
+        for storage in self._kept_inputs.done_by.get(module, ()):
+            if (block := self._inputs.pop(storage, None)) is not None:
+                sim.free(block)
 
     # -- gradients: `reduce_independent_p_g_buckets_and_remove_grads` -------------------------------------------------------
 

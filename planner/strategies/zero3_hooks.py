@@ -193,6 +193,58 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(found))
 
 
+@dataclass(frozen=True, slots=True)
+class KeptInputs:
+    """Inputs of frozen Linears.  torch saves none of them, as only a weight's gradient needs one; the function that DeepSpeed
+    puts in the place of `torch.nn.functional.linear` saves its input whatever is frozen (zero/linear.py)."""
+
+    at: dict[int, tuple[int, ...]]  # module event, counted from the beginning -> storages that have just gone in the trace
+    done_by: dict[int, tuple[int, ...]]  # module -> storages whose last backward it runs
+
+
+def kept_inputs(trace: StepTrace) -> KeptInputs:
+    """What the trace frees before the backward of a frozen Linear that would save it."""
+    frozen = {p.storage: index for index, p in enumerate(trace.params) if not p.requires_grad}
+    at: dict[int, list[int]] = {}
+    done_by: dict[int, list[int]] = {}
+    if not frozen:
+        return KeptInputs({}, {})
+    starts, inputs = trace.op_input_start.tolist(), trace.op_inputs.tolist()
+    read_again = {s for op, kind in enumerate(trace.op_pass.tolist()) if kind == Pass.BACKWARD
+                  for s in inputs[starts[op] : starts[op + 1]] if s in frozen}  # fmt: skip
+    again = recomputed_modules(trace)
+    waiting: dict[int, set[int]] = {}  # storage -> Linears that have saved it
+    kept: dict[int, set[int]] = {}
+    last_left: dict[int, int] = {}  # module -> its place in the order of backward
+    count = 0
+    for kind, arg, aux in trace.events():
+        if kind is EventKind.ENTER:
+            count += 1
+        elif kind is EventKind.LEAVE:
+            count += 1
+            if aux == Pass.BACKWARD:
+                for modules in waiting.values():
+                    modules.discard(int(trace.call_module[arg]))
+        elif kind is EventKind.OP and trace.op_pass[arg] in (Pass.FORWARD, Pass.RECOMPUTE):
+            said = trace.signatures[trace.op_signature[arg]]
+            storages = inputs[starts[arg] : starts[arg + 1]]
+            module = int(trace.call_module[trace.op_call[arg]])
+            if said.op.rpartition(".")[0] not in _LINEAR or (trace.op_pass[arg] == Pass.FORWARD and module in again):
+                continue
+            for place, storage in enumerate(storages):
+                if storage in read_again and _is_transposed(said.inputs[place], trace.params[frozen[storage]]):
+                    waiting.setdefault(storages[place - 1], set()).add(module)
+        elif kind is EventKind.FREE and (modules := waiting.pop(arg, set())):
+            at.setdefault(count, []).append(arg)
+            kept[arg] = modules
+    for kind, arg, aux in trace.events():  # which module's backward is the last to need each
+        if kind is EventKind.LEAVE and aux == Pass.BACKWARD:
+            last_left[int(trace.call_module[arg])] = len(last_left)
+    for storage, modules in kept.items():
+        done_by.setdefault(max(modules, key=lambda module: last_left.get(module, -1)), []).append(storage)
+    return KeptInputs({k: tuple(v) for k, v in at.items()}, {k: tuple(v) for k, v in done_by.items()})
+
+
 def recomputed_modules(trace: StepTrace) -> frozenset[int]:
     """Modules that run again in backward: their first run saves nothing."""
     return frozenset(

@@ -64,8 +64,10 @@ def net(tmp_path, monkeypatch):
     monkeypatch.setenv("MEMPLAN_CACHE", str(tmp_path / "cache"))
     file = tmp_path / "nets.py"
     file.write_text(textwrap.dedent(NETS))
-    return lambda name="chain", target="cpu": trace_step(
-        load(f"{file}:{name}"), TraceOptions(batch_size=8, seq_len=1, precision="bf16", target=target), with_graph=False
+    return lambda name="chain", target="cpu", frozen=(): trace_step(
+        load(f"{file}:{name}"),
+        TraceOptions(batch_size=8, seq_len=1, precision="bf16", target=target, frozen=frozen),
+        with_graph=False,
     )
 
 
@@ -254,3 +256,11 @@ def test_gathered_by_all_reduce_layers_are_views_of_one_buffer(net):
     ledger = run(net(), options(prefetch=3 * P, live=3 * P, stage3_use_all_reduce_for_fetch_params=True))
     # the buffer of the first three stays until the third is released; meanwhile two more are gathered ahead, one by one
     assert gathered(ledger, Phase.FORWARD) == (3 + 2) * W
+
+
+def test_the_input_of_a_frozen_linear_is_saved_by_deepspeed_s_own_and_not_by_torch_s(net):
+    trace = net(frozen=("2", "3"))
+    own, torch_s = (run(trace, options(memory_efficient_linear=efficient)) for efficient in (True, False))
+    saved = [peak_of(ledger, Component.ACTIVATION, Phase.BACKWARD) for ledger in (own, torch_s)]
+    assert saved[0] - saved[1] == 2 * 8 * WIDTH * 2  # the inputs of both, eight rows in bf16
+    assert own.components_after(10**9) == torch_s.components_after(10**9)  # they go with the backward

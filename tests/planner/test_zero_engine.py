@@ -42,6 +42,7 @@ def ask(strategy: str = "zero3", *, precision: str = "bf16-mixed", gpus: int = 4
             UserError,
             r"with fp32 states on the GPU",
         ),
+        (ask("zero2", optimizer="muon"), CannotTell, r"optimizer\.type Muon under DeepSpeed is not modelled"),
         (ask("zero3", compute_grad_norm=False), UserError, r"compute_grad_norm: false at stage 3: allowed at stages 1 and 2"),
         (ask("zero2", compute_grad_norm=False, loop=LoopFacts(clip_grad_norm=True)), UserError, r"false with gradient clip"),
         (ask("zero2", compute_grad_norm=False, offload=("optimizer",)), UserError, r"compute_grad_norm: false with an offl"),
@@ -52,7 +53,6 @@ def ask(strategy: str = "zero3", *, precision: str = "bf16-mixed", gpus: int = 4
             r"weights_and_grads at stage 2 with a float32",
         ),
         (ask("zero3", offload_optimizer=OffloadOptimizer(device="nvme"), **BF16_MASTERS), CannotTell, r"an optimizer on NVMe"),
-        (ask("zero2", contiguous_gradients=False, overlap_comm=True), CannotTell, r"contiguous_gradients: false"),
         (ask("zero2", precision="fp32", grad_accum_dtype="bfloat16"), CannotTell, r"data_types\.grad_accum_dtype bfloat16"),
         (ask("zero2", precision="bf16"), CannotTell, r"--precision bf16: DeepSpeed keeps fp32 masters"),
     ],
@@ -68,7 +68,7 @@ def test_what_is_not_planned_is_said_by_its_key(request_, error, said):
         ask("zero0"), ask("zero1"), ask("zero2", gpus=1), ask("zero3", offload=("optimizer", "param")),
         ask("zero3", offload=("optimizer:nvme", "param:nvme")), ask("zero3", memory_efficient_linear=False),
         ask("zero2", **BF16_MASTERS), ask("zero2", zero_hpz_partition_size=3),
-        ask("zero3", precision="fp32", offload=("param",)),
+        ask("zero3", precision="fp32", offload=("param",)), ask("zero2", contiguous_gradients=False, overlap_comm=True),
     ],
 )  # fmt: skip
 def test_what_is_planned_passes(request_):
