@@ -90,6 +90,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
         metavar="L",
         help="hf: the model's own (default), plain: logits as they are, shifted: on shifted copies of them, chunked: in chunks, liger: fused with the head",
     )
+    how.add_argument("--tiled-mlp", type=int, metavar="N", help="every MLP runs in N tiles of tokens (DeepSpeed's TiledMLP)")
     how.add_argument(
         "--use-cache", action="store_true", help="the model builds a key-value cache while it trains (Trainer: off)"
     )
@@ -178,6 +179,7 @@ def request_from(args: argparse.Namespace) -> Request:
         "optimizer_impl": args.optimizer_impl,
         "recompute": args.recompute,
         "loss": args.loss,
+        "mlp_tiles": args.tiled_mlp,
         "use_cache": args.use_cache,
         "reentrant": args.reentrant,
         "attention": args.attention,

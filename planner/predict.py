@@ -21,6 +21,7 @@ from .optimizers.traced import names, traced_rule
 from .prediction import Failure, HostNeeds, Moment, Prediction, Verdict
 from .simulate import simulate
 from .strategies import make_strategy, outside, said_of
+from .strategies.zo_evaluation import with_evaluation
 from .trace.steptrace import Phase
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ def predict_with_ledger(request: Request, traces: TraceSource) -> tuple[Predicti
         run = simulated(request, trace)
     except CannotTell as error:
         return unknown(request, str(error)), None
-    return answer(request, trace, run), run.ledger
+    return with_evaluation(answer(request, trace, run), request, traces), run.ledger
 
 
 def answer(request: Request, trace: StepTrace, run: Simulated) -> Prediction:

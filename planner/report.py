@@ -94,6 +94,8 @@ def _headline(p: Prediction, width: int, colour: bool) -> str:
         rest = f": nothing to spare on {_card(p)}"
     elif room < 0:
         rest = f": {figure(-room)} GiB too much for {_card(p)}"
+    elif not p.fits:
+        rest = ""  # what does not fit is beside this run: the reason says it
     else:
         rest = f": {figure(room)} GiB to spare on {_card(p)}"
     if colour:

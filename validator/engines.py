@@ -12,9 +12,9 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..errors import CannotTell
 from ..planner.strategies import ZEROTH_ORDER
@@ -146,6 +146,13 @@ def torch_engine(request: Request, trace: StepTrace) -> tuple[Request, Parallel]
     return built, strategy  # type: ignore[return-value]
 
 
+def _engine_adapter(request: Request) -> dict[str, Any] | None:
+    from ..planner.strategies import traced_as
+
+    settings = traced_as(request).adapter_settings
+    return None if settings is None else asdict(settings)
+
+
 def _as_loaded(request: Request) -> Request:
     """Before an engine has it: a base as it is stored, and adapters in fp32 unless they were asked for otherwise."""
     from ..planner.strategies import traced_as
@@ -219,6 +226,7 @@ def engine_case(request: Request, trace: StepTrace, folder: Path) -> EngineCase:
         seq_len=request.seq_len,
         recompute=request.recompute,
         frozen=request.frozen,
+        adapter=_engine_adapter(request),
         world_size=request.gpus,
         rank=getattr(make_strategy(request, trace), "rank", 0),
         grad_accum_steps=request.loop.grad_accum_steps,

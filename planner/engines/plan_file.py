@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...errors import UserError
+from ..strategies import ZEROTH_ORDER
 
 if TYPE_CHECKING:
     from ..prediction import Prediction
@@ -171,6 +172,8 @@ def imported(data: Mapping[str, Any], source: str) -> Imported:
         values["gpu_memory"] = request.device.total_bytes
     adapter = {} if request.adapter is None else {f.name: getattr(request.adapter, f.name) for f in fields(request.adapter)}
     adapter.pop("kind", None)
+    if request.method in ZEROTH_ORDER:  # the method does not name its adapter
+        values, adapter = {**values, "adapter": request.adapter}, {}
     return Imported(
         source=source,
         kind="plan",

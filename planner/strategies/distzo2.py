@@ -12,8 +12,8 @@ Formula: that of ZO2 for the batch of one group; under PertP what a lane holds (
 On the host every rank has the pinned copies of ZO2, or one N-th of them, a single pinned tensor for each slice.  What goes
 between GPUs beside slices is a loss or a projected gradient: 4 bytes a step.
 
-Known limits.  Ranks of a pair restore parameters by other sums (+1 -1, and -1 +1), which differ in the last bit; the sources
-leave open who is right, and no memory is counted for it.
+Ranks of a pair restore parameters by other sums (+1 -1, and -1 +1), which differ in the last bit; the sources leave open who
+is right.  The runtime (validator/runtimes/zo) hands the +eps rank's copy to its partner when it flushes; no memory is counted.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from ...errors import CannotTell, UserError
 from ..simulate import Simulation
 from ..trace.block_segments import Piece, cut_blocks
 from ..trace.steptrace import StepTrace
-from .mezo import check_forward_only
-from .zo2 import Zo2, check_amp, prepared, said_of_blocks, traced_as
+from .mezo import check_forward_only, said_of_adapter, said_of_evaluation
+from .zo2 import Zo2, Zo2Evaluation, check_amp, prepared, said_of_blocks, traced_as
 from .zo_settings import ZoSettings
 
 if TYPE_CHECKING:
@@ -85,19 +85,29 @@ def _check_slicing(request: Request, settings: ZoSettings) -> None:
         raise CannotTell("--zo-slice with --zo-bucket is not modelled: a slice is of the flat block already. Leave one out")
 
 
-def make(request: Request, trace: StepTrace) -> DistZo2:
+def make(request: Request, trace: StepTrace) -> DistZo2 | Zo2Evaluation:
     """`trace` is the one that will be walked, after `prepared`."""
+    if request.mode == "inference":
+        settings = request.zo or ZoSettings()
+        return Zo2Evaluation(cut_blocks(trace), settings, ways=settings.gpus if settings.zo_slice else 1)
     return DistZo2(cut_blocks(trace), request.zo or ZoSettings())
 
 
 def said(request: Request) -> list[str]:
     settings = request.zo or ZoSettings()
+    if request.mode == "inference":
+        return [said_of_evaluation(request), *said_of_blocks(settings)]
     found = [
+        *said_of_adapter(request),
         "DistZO2 as its abstract and notes describe it, since its code is not public: blocks visit the GPU as in ZO2, updates "
-        "run one step behind"
+        "run one step behind",
     ]
     if settings.zo_pert > 1:
         found.append("each GPU of a pair runs one of the two perturbed forwards, on the same batch")
+        found.append(
+            "the GPUs of a pair restore parameters by other sums (+1 -1, -1 +1), which differ in the last bit: "
+            + ("slices of one copy keep them equal" if settings.zo_slice else "the copy of the +eps GPU is the one to keep")
+        )
     if settings.zo_data > 1:
         found.append(f"{settings.zo_data} groups with a micro batch each; rank r has the sign r % {settings.zo_pert}")
     if settings.zo_slice:

@@ -11,8 +11,11 @@ what the two forwards hold between blocks (hidden states, embeddings, masks) and
 
 The host keeps every block in pinned memory, each tensor rounded up to a power of two; see `host_memory`.
 
-Known limits.  The updates that are one step behind are never flushed (upstream has no flush), so a saved model lacks one.  An
-evaluation is not simulated.  Which tensors a unit reads twice (a tied head) is updated and perturbed twice, as upstream does.
+An evaluation (`--mode inference`) is one forward: each block comes and goes before the next, so R + B + T, and the key-value
+cache of the whole model, which `config.use_cache` leaves on.
+
+Known limits.  The updates that are one step behind are never flushed (upstream has no flush), so a saved model lacks one.
+Which tensors a unit reads twice (a tied head) is updated and perturbed twice, as upstream does.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from ..simulate import Block, Simulation
 from ..trace.block_segments import Piece, cut_blocks, without_cast_cache
 from ..trace.steptrace import StepTrace, TensorSlot
 from .base import Run, Strategy
-from .mezo import check_forward_only
+from .mezo import check_forward_only, said_of_adapter, said_of_evaluation
 from .zo_blocks import BlockWalk
 from .zo_settings import ZoSettings
 
@@ -65,6 +68,28 @@ class Zo2(Strategy):
         return self._walk.hints(self._sim) if self._sim is not None else []
 
 
+class Zo2Evaluation(Strategy):
+    """An evaluation between steps: the model lies as ZO2 has it, and one forward goes through it."""
+
+    name = "zo2"
+
+    def __init__(self, pieces: Sequence[Piece], settings: ZoSettings | None = None, *, ways: int = 1) -> None:
+        """As for `Zo2`."""
+        self._walk = BlockWalk(pieces, settings or ZoSettings(), lanes=1, ways=ways)
+        self._sim: Simulation | None = None
+
+    def at_init(self, sim: Simulation) -> None:
+        self._sim = sim
+        self._walk.load(sim)
+
+    def schedule(self, trace: StepTrace, micro_batch: int) -> Iterator[Run]:
+        assert self._sim is not None
+        yield from self._walk.evaluate(self._sim, micro_batch)
+
+    def grad_ready(self, sim: Simulation, param: TensorSlot, block: Block | None) -> None:
+        raise AssertionError("an evaluation has no gradient")
+
+
 def check(request: Request) -> None:
     """Raises UserError or CannotTell for a request that ZO2 cannot be asked."""
     check_forward_only(request)
@@ -91,8 +116,10 @@ def check_amp(request: Request) -> None:
 
 
 def traced_as(request: Request) -> Request:
-    """The question whose trace ZO2 walks: a forward with the loss, without a graph and without a key-value cache."""
-    return request.but(mode="inference", use_cache=False)
+    """The question whose trace ZO2 walks: a forward with the loss, without a graph, and with a key-value cache only in an
+    evaluation, which leaves `config.use_cache` as it is."""
+    evaluates = request.mode == "inference"
+    return request.but(mode="inference", use_cache=evaluates and (request.zo or ZoSettings()).use_cache)
 
 
 def prepared(trace: StepTrace) -> StepTrace:
@@ -100,15 +127,21 @@ def prepared(trace: StepTrace) -> StepTrace:
     return without_cast_cache(trace)
 
 
-def make(request: Request, trace: StepTrace) -> Zo2:
+def make(request: Request, trace: StepTrace) -> Zo2 | Zo2Evaluation:
     """`trace` is the one that will be walked, after `prepared`."""
+    if request.mode == "inference":
+        return Zo2Evaluation(cut_blocks(trace), request.zo)
     return Zo2(cut_blocks(trace), request.zo)
 
 
 def said(request: Request) -> list[str]:
     settings = request.zo or ZoSettings()
+    if request.mode == "inference":
+        return [said_of_evaluation(request), "blocks visit the GPU one at a time", *said_of_blocks(settings)]
     return [
-        "ZO2: blocks live on the host and visit the GPU one after the other, two at a time; updates run one step behind",
+        *said_of_adapter(request),
+        "ZO2: blocks live on the host and visit the GPU one after the other, two at a time",
+        "updates run one step behind: an evaluation and a saved model lack the last one, which zo2 never applies",
         *said_of_blocks(settings),
     ]
 

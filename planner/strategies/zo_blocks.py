@@ -194,6 +194,20 @@ class BlockWalk:
                 yield from _runs(piece, piece.drops, micro_batch, lane)
         self.offload(sim, previous)
 
+    def evaluate(self, sim: Simulation, micro_batch: int) -> Iterator[Run]:
+        """One forward, nothing perturbed: each block comes, runs and goes before the next (`add_zo2_eval_comm_hooks`)."""
+        for piece in self._pieces:
+            if piece.block >= 0:
+                self.upload(sim, piece.block)
+            if piece.block in self._arrived:
+                sim.wait(self._arrived.pop(piece.block))
+            events = (*piece.body, *piece.drops)
+            if events:
+                first, stop = min(start for start, _ in events), max(stop for _, stop in events)
+                yield Run(Segment(piece.name or "glue", first, stop), Pass.FORWARD, micro_batch)
+            if piece.block >= 0:
+                self.offload(sim, piece.block, waits=True)
+
     # -- transfers -------------------------------------------------------------------------------------------------------
 
     def upload(self, sim: Simulation, block: int) -> None:
@@ -265,15 +279,16 @@ class BlockWalk:
         sim.free(flat)
         return wide
 
-    def offload(self, sim: Simulation, block: int) -> None:
-        """`task_offload`: a copy of the block on the host; its GPU memory is free at once."""
+    def offload(self, sim: Simulation, block: int, *, waits: bool = False) -> None:
+        """`task_offload`: a copy of the block on the host; its GPU memory is free at once.  `waits`: compute waits for it."""
         if block not in self._offloaded:
             return
         stream = OFFLOAD_STREAM if self._settings.overlap else DEFAULT_STREAM
         slots, held = self._slots[block], self._on_gpu.pop(block)
-        behind = _known(self._computed[block])
-        sim.wait(*behind, stream=HOST)  # `compute_stream.synchronize()`
-        if self._settings.overlap:
+        behind = _known(self._computed.get(block, -1))
+        if behind:
+            sim.wait(*behind, stream=HOST)  # `compute_stream.synchronize()`
+        if self._settings.overlap and not waits:
             sim.enqueue("d2h", self._moved_bytes(block), stream, behind, self._copies(block))
         else:  # one stream: after the upload that was enqueued before it, and before whatever comes next
             before = (*behind, *self._arrived.values())

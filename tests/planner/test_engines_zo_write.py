@@ -72,6 +72,16 @@ def test_what_is_written_asks_the_same_question_when_it_is_read(tmp_path, name):
     assert options["adapter"] == request.adapter_settings
 
 
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_plan_json_of_the_folder_asks_the_same_question_too(tmp_path, name):
+    write_folder(request := QUESTIONS[name](), tmp_path / "out")
+
+    options = apply(read_config(tmp_path / "out" / "plan.json"), {})
+
+    assert (options["method"], options.get("zo")) == (request.method, request.zo)
+    assert options["adapter"] == request.adapter
+
+
 @pytest.mark.parametrize("name", ["zo2", "amp", "no overlap"])
 def test_the_fields_of_zo2_are_all_there_and_read_back_as_they_were(tmp_path, name):
     request = QUESTIONS[name]()

@@ -421,7 +421,7 @@ def asked(method: str, gpu: str = "a100-80gb", **options: object) -> SimpleNames
         (mezo, asked("mezo", recompute="full"), UserError, "no backward"),
         (mezo, asked("mezo", clip_grad_norm=True), UserError, "no gradients"),
         (mezo, asked("mezo", strategy="zero2"), CannotTell, "--strategy zero2"),
-        (mezo, asked("mezo", mode="inference"), CannotTell, "--mode inference"),
+        (mezo, asked("mezo", mode="forward"), CannotTell, "--mode inference"),
         (mezo, asked("mezo", precision="fp16-mixed"), CannotTell, "no fp32 masters"),
         (mezo, asked("mezo", zo=ZoSettings(bucket=True)), UserError, "--method zo2"),
         (zo2, asked("zo2", gpus=2), UserError, "--method distzo2"),

@@ -113,7 +113,6 @@ class Zo2:
         with torch.no_grad(), self._streams.computing():
             self._place.recorder.mark("eval")
             found = self._lockstep.run([_detached(loss, self._context)], self._evaluated)
-            self._finish(kind="eval")
         self._streams.synchronize()
         return float(found[0])
 
@@ -201,50 +200,50 @@ class Zo2:
         for number in sorted(self._offloaded):
             self._transfer.start(self._blocks[number])
 
-    def _arrive(self, unit: Unit, kind: str | None = None) -> None:
+    def _arrive(self, unit: Unit) -> None:
         """Brings the unit to the device, and sends the block before it home."""
         if unit.block is not None:
-            self._upload(unit, kind)
+            self._upload(unit)
         for other in self._blocks:
             if other is not unit and other.block in self._offloaded and other.block not in self._at_host:
-                self._offload(other, kind)
+                self._offload(other)
         self._streams.wait_for_upload()
 
-    def _finish(self, kind: str | None = None) -> None:
+    def _finish(self) -> None:
         """Sends home what is still here; only where the blocks are the last units."""
         for block in self._blocks:
             if block.block in self._offloaded and block.block not in self._at_host:
-                self._offload(block, kind)
+                self._offload(block)
 
     @contextlib.contextmanager
-    def _visiting(self, unit: Unit) -> Iterator[None]:
+    def _visiting(self, unit: Unit, kind: str = "flush") -> Iterator[None]:
         moved = unit.block in self._offloaded
         if moved:
-            self._upload(unit, "flush")
+            self._upload(unit, kind)
             self._streams.wait_for_upload()
         yield
         if moved:
-            self._offload(unit, "flush")
+            self._offload(unit, kind)
 
-    def _upload(self, unit: Unit, kind: str | None) -> None:
+    def _upload(self, unit: Unit, kind: str = "upload") -> None:
         if unit.block not in self._at_host:
             return
-        self._place.recorder.mark(kind or "upload", unit.name)
+        self._place.recorder.mark(kind, unit.name)
         self._at_host.discard(unit.block)
         with self._streams.uploading():
             self._transfer.upload(unit)
 
-    def _offload(self, unit: Unit, kind: str | None) -> None:
+    def _offload(self, unit: Unit, kind: str = "offload") -> None:
         assert unit.block is not None
-        self._place.recorder.mark(kind or "offload", unit.name)
+        self._place.recorder.mark(kind, unit.name)
         self._at_host.add(unit.block)
         with self._streams.offloading():
             self._transfer.offload(unit)
 
     def _evaluated(self, unit: Unit, inputs: list[Inputs]) -> list[Any]:
-        self._arrive(unit, kind="eval")
+        """Each block comes, runs and goes before the next, as in zo2: nobody hides the copies of an evaluation."""
         args, kwargs = inputs.pop()
-        with self._streams.computing(), self._context():
+        with self._visiting(unit, "eval"), self._streams.computing(), self._context():
             outputs = [unit.forward(*args, **kwargs)]
         self._place.recorder.mark("eval", unit.name)
         return outputs
