@@ -10,7 +10,9 @@ the GPU in the dtype of the model, beside everything packed before it:
 
 `prepare_model_for_kbit_training` then turns what stayed in 16 bits into fp32, one parameter after the other: old and new are
 both there for a moment.  A checkpoint that was quantised before has no such moment.
-A model that is not quantised is made on the host first and moved by `.to(device)`, so it is the host that must have room.
+Under FSDP the first process loads on its CPU and the others on `meta` (accelerate's cpu_ram_efficient_loading), so the GPU sees
+nothing of it.  A model that is not quantised is made on the host first and moved by `.to(device)`, so it is the host that must
+have room.
 """
 
 from __future__ import annotations
@@ -58,7 +60,7 @@ class LoadingPeak:
 def loading_peak(request: Request, trace: StepTrace, *, block_bytes: int = _GPU_BLOCK) -> LoadingPeak | None:
     """The moment of loading when the GPU holds most, in blocks of `block_bytes`; None where nothing is quantised on the way."""
     settings = request.adapter_settings
-    if settings is None or settings.base_quant not in _BITS:
+    if settings is None or settings.base_quant not in _BITS or request.strategy not in _HOST_FIRST:
         return None
 
     def size(parts: tuple[int, ...]) -> int:

@@ -49,6 +49,7 @@ KEYS = [
     "time",
     "max_micro_batch_size",
     "max_seq_len",
+    "error_bars",
     "remedies",
     "hints",
     "assumptions",
@@ -67,6 +68,7 @@ RUN_FLAGS = {
     "--optimizer-impl",
     "--recompute",
     "--loss",
+    "--tiled-mlp",
     "--use-cache",
     "--reentrant",
     "--attention",
@@ -84,7 +86,19 @@ RUN_FLAGS = {
 }
 ZO_FLAGS = {
     f"--zo-{name}"
-    for name in ["pert", "data", "slice", "offload-blocks", "bucket", "amp", "host-precision", "no-overlap", "no-cache"]
+    for name in [
+        "pert",
+        "data",
+        "slice",
+        "eval-batch",
+        "offload-blocks",
+        "bucket",
+        "amp",
+        "host-precision",
+        "no-overlap",
+        "no-cache",
+        "train",
+    ]
 }
 ADAPTER_FLAGS = {
     f"--{name}" for name in ["lora-rank", "lora-alpha", "lora-dropout", "lora-targets", "modules-to-save", "virtual-tokens"]
@@ -138,7 +152,7 @@ def test_a_tight_fit_is_a_failure_only_with_strict(capsys, peaks):
 @pytest.mark.parametrize(
     "words",
     [
-        "--method galore",
+        "--method lisa",
         "--strategy ddp --gpus 2 --offload optimizer",
         "--gpus 2",
         "--offload optimizer",
