@@ -49,6 +49,9 @@ class Inverse:
     """Questions that were answered on the way."""
     notes: tuple[str, ...] = ()
 
+    def __str__(self) -> str:
+        return in_words(self)
+
     def to_json(self) -> dict[str, Any]:
         """Plain data with stable keys."""
         return {
@@ -255,7 +258,7 @@ def in_words(found: Inverse) -> str:
     else:
         first = f"{found.value:,} is the {name} that fits"
     if found.prediction is not None and found.prediction.verdict is Verdict.TIGHT:
-        first += ", and that is tight: see below"
+        first += ", and that is tight"
     if found.next_value is None:
         second = found.why
     else:

@@ -76,6 +76,8 @@ def kind_of(data: Mapping[str, Any]) -> str | None:
     marks = {
         name: sum(mark in data for mark in module.MARKS) for name, module in (("llamafactory", llamafactory), ("trl", trl))
     }
+    if any(mark in data for mark in training_args.SCRIPT_MARKS) and not marks["llamafactory"]:
+        return "training-arguments"
     if _NAMED_MODEL in data or (max(marks.values()) > 1 and best != "deepspeed"):
         return "llamafactory" if marks["llamafactory"] and marks["llamafactory"] >= marks["trl"] else "trl"
     return best if scores[best] > 0 else None

@@ -66,6 +66,18 @@ KNOWN = READ | frozenset({
     "skip_memory_metrics", "eval_accumulation_steps",
     "eval_delay", "torch_empty_cache_steps", "liger_kernel_config", "parallelism_config", "project", "trackio_space_id",
 })  # fmt: skip
+#: Keys of the example scripts of transformers (`run_clm.py` and its like), which take TrainingArguments beside their own.
+SCRIPT_MARKS = (
+    "block_size", "task_name", "train_file", "validation_file", "dataset_config_name", "config_name", "max_train_samples",
+    "validation_split_percentage", "pad_to_max_length",
+)  # fmt: skip
+_LENGTHS = ("block_size", "max_seq_length")
+_MODEL = "model_name_or_path"
+_SCRIPT_SILENT = frozenset({
+    *SCRIPT_MARKS, *_LENGTHS, _MODEL, "dataset_name", "tokenizer_name", "preprocessing_num_workers", "use_fast_tokenizer",
+    "model_revision", "cache_dir", "max_eval_samples", "overwrite_cache", "streaming", "keep_linebreaks", "token",
+    "trust_remote_code", "low_cpu_mem_usage", "max_predict_samples", "test_file",
+})  # fmt: skip
 #: They change what a step keeps: fused kernels, low-rank optimizers, a loss beside the model's, a mesh.
 _NOT_MODELLED = ("use_liger_kernel", "optim_target_modules", "label_smoothing_factor", "parallelism_config")
 
@@ -91,7 +103,13 @@ def read(data: Mapping[str, Any], source: str, text: Text | None = None) -> Impo
         found = accelerate_yaml.plain_question(None, mixed, source, key, "training-arguments")
         if _on(data.get("fsdp_config")):
             notes.append("fsdp_config has no effect without fsdp")
-    notes += Keys(text or Text(source, data)).not_understood(KNOWN, "TrainingArguments")
+    keys = Keys(text or Text(source, data))
+    script = any(mark in data for mark in SCRIPT_MARKS)
+    for key in _LENGTHS:
+        if script and (length := keys.number(key)) is not None:
+            said["seq_len"] = Said(length, key)
+    model = keys.text_of(_MODEL) if script else None
+    notes += keys.not_understood(KNOWN | _SCRIPT_SILENT if script else KNOWN, "TrainingArguments")
     if data.get("neftune_noise_alpha"):
         notes.append("neftune_noise_alpha makes one more tensor of the size of the embedded tokens, which is not counted")
     if data.get("auto_find_batch_size"):
@@ -109,6 +127,7 @@ def read(data: Mapping[str, Any], source: str, text: Text | None = None) -> Impo
         taken={**{k: v for k, v in taken.items() if k not in found.said}, **found.taken},
         notes=(*dict.fromkeys((*found.notes, *notes)),),
         unmodelled=(*found.unmodelled, *unmodelled),
+        model=Said(model, _MODEL) if model else None,
     )
 
 

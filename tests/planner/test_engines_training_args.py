@@ -291,3 +291,18 @@ def test_every_argument_of_transformers_is_known():
     from transformers import TrainingArguments
 
     assert {field.name for field in fields(TrainingArguments)} <= KNOWN
+
+
+def test_a_file_of_an_example_script_names_model_and_length(tmp_path):
+    from memplan.planner.engines.detect import read_config
+
+    data = {"model_name_or_path": "gpt2", "dataset_name": "wikitext", "dataset_config_name": "wikitext-2", "block_size": 512,
+            "per_device_train_batch_size": 4, "output_dir": "x", "do_train": True, "torch_dtype": "float16"}  # fmt: skip
+    (tmp_path / "run_clm.json").write_text(json.dumps(data))
+
+    found = read_config(tmp_path / "run_clm.json")
+
+    assert (found.kind, found.model.value, found.said["seq_len"].value) == ("training-arguments", "gpt2", 512)
+    assert "recompute" not in found.said
+    (note,) = (note for note in found.notes if "NOT UNDERSTOOD" in note)
+    assert "torch_dtype" in note
