@@ -88,7 +88,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--loss",
         metavar="L",
-        help="hf: the model's own (default), plain: logits as they are, shifted: on shifted copies of them, chunked: in chunks, liger: fused with the head",
+        help="hf: the model's own (default), plain: logits as they are, shifted: on copies of them, chunked, liger: fused with the head",
     )
     how.add_argument("--tiled-mlp", type=int, metavar="N", help="every MLP runs in N tiles of tokens (DeepSpeed's TiledMLP)")
     how.add_argument(
@@ -133,7 +133,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
         "--modules-to-save", metavar="NAMES", help="modules that train in full beside the adapter: lm_head,..."
     )
     adapters.add_argument("--virtual-tokens", type=int, metavar="N", help="tokens of prompt, prefix and p-tuning (default: 20)")
-    quants = "how the frozen weights are stored: none, nf4, nf4-dq, fp4, fp4-dq, int8, gptq (qlora: nf4-dq; -dq: double quantisation)"
+    quants = "how the frozen weights are stored: none, nf4, nf4-dq (double quantisation; qlora's), fp4, fp4-dq, int8, gptq"
     adapters.add_argument("--base-quant", metavar="Q", help=quants)
     adapters.add_argument(
         "--no-upcast", action="store_true", help="without prepare_model_for_kbit_training: norms and head stay in 16 bits"

@@ -106,7 +106,10 @@ class TraceOptions:
     use_cache: bool = False
     """The model builds a key-value cache while it trains, as its config asks; transformers' Trainer switches it off."""
     loss: str = "model"
-    """model: the model's own; plain: cross-entropy on the logits as they are; chunked: head and loss in chunks of tokens."""
+    """model: the model's own; plain: cross-entropy on the logits as they are; chunked: head and loss in chunks of tokens;
+    liger: Liger's fused head and loss."""
+    mlp_tiles: int | None = None
+    """Every MLP runs in so many tiles of tokens, and again in backward."""
     autocast_cache: bool = True
     """autocast keeps the casts of parameters to the end of the step; it keeps none of views, as FSDP1's parameters are."""
     target_len: int | None = None

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from ...errors import UserError, did_you_mean
 from ...models import BuiltModel, ModelSpec, build
 from ...models.adapters import base_of
-from ...models.tiled import fused_linear_cross_entropy
+from ...models.tiled import fused_linear_cross_entropy, tile_mlps
 from ..recompute.policy import ATTENTION, SELECTIVE, Op, Policy
 from .options import AUTOCAST_DTYPE, PARAM_DTYPE, TraceOptions, recompute_parts
 
@@ -61,6 +61,10 @@ def ready(spec: ModelSpec, options: TraceOptions, *, real: bool = False) -> Buil
         notes += _without_cache(module)
     if stand_in:
         notes += _use_flash_package(module)
+    if options.mlp_tiles:
+        notes.append(
+            f"{tile_mlps(module, options.mlp_tiles)} MLPs run in {options.mlp_tiles} tiles of tokens, and again in backward"
+        )
     kind, number, names = recompute_parts(options.recompute)
     if kind == "full":
         notes += _recompute_all(module, options.reentrant)

@@ -179,6 +179,7 @@ def trace_options(request: Request, target: str = "cuda") -> TraceOptions:
         sdpa=SdpaClass.of(request.device.compute_capability),
         use_cache=request.use_cache,
         loss=request.loss,
+        mlp_tiles=request.mlp_tiles,
         autocast_cache=not (
             request.strategy == "fsdp1" and (request.precision.endswith("-autocast") or request.adapter_settings is not None)
         ),
