@@ -225,7 +225,8 @@ class StepPlan:
         if work.kind == ARITHMETIC:
             before = (*self._pending, *(self._keys[t] for t in work.after if t in self._keys))
             self._pending.clear()
-            yield from self._issued(ARITHMETIC, work.ops, self.cost(work)[1] + work.ops * self._c.gap, before)
+            gaps = work.ops * self._c.gap if work.nbytes else 0.0  # without work: a place in the stream
+            yield from self._issued(ARITHMETIC, work.ops, self.cost(work)[1] + gaps, before)
             self._keys[ticket] = self._compute
             return
         if work.kind == "all_reduce" and self._request.strategy == "ddp":
