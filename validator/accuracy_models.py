@@ -129,7 +129,9 @@ def _litgpt(row: Row) -> ModelSpec:
     if adapter is None or adapter.kind != "lora" or adapter.base_quant not in ("none", "nf4", "nf4-dq"):
         raise CannotTell("litgpt without LoRA is not modelled")
     if row.strategy.parallel.kind != "single":
-        raise CannotTell("litgpt's FSDP units of frozen and trained parameters are not modelled: gradients of both are made there")
+        raise CannotTell(
+            "litgpt's FSDP units of frozen and trained parameters are not modelled: gradients of both are made there"
+        )
     kwargs = {
         "family": row.model.family,
         "config": _without(row.model.config, "tie_word_embeddings", "max_position_embeddings"),

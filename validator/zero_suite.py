@@ -54,7 +54,8 @@ _NOT_PREDICTED = (
     "`fp16_master_weights_and_grads`, a `grad_accum_dtype` that is neither the model's nor fp32.",
     "",
     "Of leaf modules: the order in which DeepSpeed waits for several gathers is that of a Python set, and the least favourable",
-    "is taken. A leaf module whose inputs all come by keyword fails in DeepSpeed itself.",
+    "is taken. A leaf module whose inputs all come by keyword fails in DeepSpeed itself. With frozen weights and recompute at",
+    "stage 3 the peak of the first backward of a small model was off by 5 %, that of later ones by 1 %.",
 )
 _PHASES = {Phase.INIT: "init", Phase.FORWARD: "forward", Phase.BACKWARD: "backward", Phase.STEP: "step"}
 

@@ -47,8 +47,8 @@ def _check_base(request: Request, stage: int) -> None:
         return
     if stage == _PARTITIONS_PARAMS or adapter.base_quant == "gptq":
         raise CannotTell(
-            f"--base-quant {adapter.base_quant} with --strategy {request.strategy}: a quantised base that DeepSpeed partitions, "
-            "or that GPTQ made, is not modelled. Use --strategy zero2 with nf4, or --strategy fsdp1"
+            f"--base-quant {adapter.base_quant} with --strategy {request.strategy}: a quantised base that DeepSpeed "
+            "partitions, or that GPTQ made, is not modelled. Use --strategy zero2 with nf4, or --strategy fsdp1"
         )
 
 

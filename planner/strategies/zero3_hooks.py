@@ -42,6 +42,9 @@ def module_use(trace: StepTrace) -> ModuleUse:
     starts, inputs = trace.op_input_start.tolist(), trace.op_inputs.tolist()
     module_of = trace.call_module.tolist()
     reads_grad = False
+    # checkpoints over a frozen base: the output of the input embedding, the first of a step, is told to carry a gradient
+    # (transformers, `enable_input_require_grads`)
+    makes_grad = trace.options.get("adapter") is not None and trace.options["recompute"] == "full"
     for kind, arg, aux in trace.events():
         if kind is EventKind.PHASE:
             continue
@@ -52,6 +55,8 @@ def module_use(trace: StepTrace) -> ModuleUse:
         elif kind is EventKind.OP and open_calls and trace.op_pass[arg] == Pass.FORWARD:
             read = inputs[starts[arg] : starts[arg + 1]]
             reads_grad = any(storage in carries for storage in read)
+            if makes_grad and trace.signatures[trace.op_signature[arg]].op == "aten.embedding.default":
+                reads_grad, makes_grad = True, False
             inner = module_of[open_calls[-1]]
             own[inner].update(param_of[s] for s in read if s in param_of)
             for call in open_calls:
@@ -180,7 +185,7 @@ def _is_view(seen: TensorInfo, param: TensorSlot) -> bool:
 
 
 def _is_transposed(seen: TensorInfo, param: TensorSlot) -> bool:
-    return seen.shape == param.shape[::-1]
+    return _is_view(seen, param) and seen.shape == param.shape[::-1]
 
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -71,10 +71,13 @@ def test_an_option_of_adapters_without_an_adapter_method_is_refused():
         request_of("--lora-rank", "8")
 
 
-@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
-def test_adapters_under_strategies_that_wrap_parameters_are_not_answered(strategy):
-    request = make_request("openai-community/gpt2", "l4", method="lora", strategy=strategy, gpus=2)
-    with pytest.raises(CannotTell, match=f"--method lora with --strategy {strategy}"):
+@pytest.mark.parametrize(("strategy", "quant"), [("zero3", "nf4"), ("zero2", "gptq")])
+def test_a_quantised_base_that_deepspeed_would_partition_is_not_answered(strategy, quant):
+    adapter = AdapterSettings(base_quant=quant)
+    request = make_request(
+        "openai-community/gpt2", "l4", method="lora", strategy=strategy, gpus=2, precision="bf16-mixed", adapter=adapter
+    )
+    with pytest.raises(CannotTell, match=f"--base-quant {quant} with --strategy {strategy}"):
         request.check()
 
 

@@ -15,7 +15,7 @@ from memplan.planner.optimizers.traced import traced_rule
 from memplan.planner.simulate import simulate
 from memplan.planner.strategies.deepspeed_settings import DeepSpeedSettings, LeafModules
 from memplan.planner.strategies.zero3 import Zero3
-from memplan.planner.strategies.zero3_hooks import leaf_modules, module_use
+from memplan.planner.strategies.zero3_hooks import kept_inputs, leaf_modules, module_use
 from memplan.planner.trace.options import TraceOptions
 from memplan.planner.trace.steptrace import Phase, StepTrace
 from memplan.planner.trace.tracer import trace_step
@@ -41,6 +41,18 @@ NETS = """
 
         def forward(self, x):
             return self.head(self.body(self.embed(x)))
+
+    class Straight(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(64, 64))
+
+        def forward(self, x):
+            return x @ self.weight
+
+    def straight():
+        model = torch.nn.Sequential(*[Straight() for _ in range(6)])
+        return model, lambda batch, seq: {"input": torch.ones(batch, 64)}, lambda m, b: m(**b).sum()
 
     class Sliced(torch.nn.Module):
         def __init__(self):
@@ -264,3 +276,10 @@ def test_the_input_of_a_frozen_linear_is_saved_by_deepspeed_s_own_and_not_by_tor
     saved = [peak_of(ledger, Component.ACTIVATION, Phase.BACKWARD) for ledger in (own, torch_s)]
     assert saved[0] - saved[1] == 2 * 8 * WIDTH * 2  # the inputs of both, eight rows in bf16
     assert own.components_after(10**9) == torch_s.components_after(10**9)  # they go with the backward
+
+
+def test_a_frozen_weight_that_is_no_linear_s_saves_no_input(net):
+    # as GPT-2's Conv1D: its matmul is torch's own, also where the weight is square
+    trace = net("straight", frozen=("2", "3"))
+    assert kept_inputs(trace).at == {}
+    assert len(kept_inputs(net(frozen=("2", "3"))).at) == 2

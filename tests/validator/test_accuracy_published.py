@@ -68,6 +68,8 @@ def test_the_collection_says_what_was_collected(rows):
         ("titan-h100-8b-8gpu-eager", 0.05),  # torchtitan_llama: FSDP2 on eight GPUs, reserved
         ("titan-h100-8b-128gpu-eager", 0.05),
         ("cs336-wedsonlin-ddp", 0.002),  # gradients averaged where they lie
+        ("hfdoc-bertlarge-bs4-adam8bit", 0.005),  # an optimizer of bitsandbytes
+        ("litgpt-rt-06", 0.01),  # litgpt: its own LoRA, logits that Fabric widens
     ],
 )
 def test_a_published_class_predicts_its_run(rows, traces, row_id, within):
@@ -84,6 +86,7 @@ def test_a_published_class_predicts_its_run(rows, traces, row_id, within):
         ("fms-a100_80gb_liger-034", 0.001),  # fp32 shards, all else narrow
         ("fms-a100_80gb_liger-066", 0.01),  # four GPUs
         ("fms-a100_80gb_granite-005", 0.002),
+        ("fms-a100_80gb_liger-054", 0.01),  # QLoRA: frozen units inside reentrant checkpoints hold inputs and gradients
     ],
 )
 def test_fsdp1_predicts_its_run(rows, traces, row_id, within):

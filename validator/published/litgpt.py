@@ -1,4 +1,4 @@
-"""litgpt's own GPT with its LoRA as its resource tables of November 2023 ran it, written from its source: one GPU, chunked loss.
+"""litgpt's own GPT with its LoRA as its resource tables of 2023 ran it, written from its source: one GPU, chunked loss.
 
 Source: Lightning-AI/litgpt at 8641822, lit_gpt/model.py, lit_gpt/lora.py (`LoRAQKVLinear`: one product for query, key and
 value, its update padded with zeros), lit_gpt/rmsnorm.py, finetune/lora.py and lit_gpt/utils.py (`chunked_cross_entropy`).

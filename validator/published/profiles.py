@@ -154,8 +154,8 @@ PROFILES: dict[str, Profile] = {
         torch=(1, 13),
     ),
     "litgpt": Profile(
-        stated="finetune/lora.py at 8641822: the longest sample is that of the first of the accumulated micro steps, before there "
-        "are gradients or states",
+        stated="finetune/lora.py at 8641822: the longest sample is in the first micro step of all, before there are "
+        "gradients or states",
         loop={"grad_accum_steps": 1, "iterations": 1},
         variant="litgpt",
         adapts_itself=True,

@@ -49,6 +49,7 @@ class EngineCase:
     seq_len: int = 16
     recompute: str = "none"
     frozen: tuple[str, ...] = ()
+    adapter: Mapping[str, Any] | None = None  # fields of `AdapterSettings`
     world_size: int = 2
     rank: int = 0
     grad_accum_steps: int = 1
@@ -148,7 +149,7 @@ def run_here(case: EngineCase, *, meter: Meter | None = None) -> list[Mark]:
     spec = load(case.reference, task=case.task, overrides=dict(case.overrides))
     options = TraceOptions(
         batch_size=case.batch_size, seq_len=case.seq_len, precision=case.precision, recompute=case.recompute, target="cpu",
-        frozen=tuple(case.frozen),
+        frozen=tuple(case.frozen), adapter=_adapter(case),
     )  # fmt: skip
     registry = Registry()
     marks: list[Mark] = []
@@ -202,6 +203,15 @@ def _with_folder(config: Mapping[str, Any], folder: str) -> dict[str, Any]:
         for key, value in config.get("zero_optimization", {}).items()
     }
     return {**config, "zero_optimization": zero} if zero else dict(config)
+
+
+def _adapter(case: EngineCase) -> Any:
+    from ...models.adapters import AdapterSettings
+
+    if case.adapter is None:
+        return None
+    given: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in case.adapter.items()}
+    return AdapterSettings(**given)
 
 
 def _dtype(precision: str) -> Any:
