@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import UserError
 from ..files import write_for_user
 from ..planner.options import add_model_options, add_run_options, add_scale_options
-from . import accuracy_cli
+from . import accuracy_cli, scenarios_cli
 
 if TYPE_CHECKING:
     from .compare import Comparison
@@ -21,8 +21,9 @@ _ABOUT = """Runs one or more training steps of MODEL for real, on this machine's
 
 
 def add_commands(commands: Any) -> None:
-    """Adds `validate` and `accuracy` to the sub-parsers of the command line."""
+    """Adds `validate`, `accuracy` and `scenarios` to the sub-parsers of the command line."""
     accuracy_cli.add_commands(commands)
+    scenarios_cli.add_commands(commands)
     parser = commands.add_parser("validate", help="run the step for real and compare with the prediction", description=_ABOUT)
     add_model_options(parser)
     for action in parser._actions:  # --records needs no model
@@ -68,6 +69,12 @@ def add_commands(commands: Any) -> None:
     many.add_argument("--only", metavar="NAME,...", help="these models of the suite (default: all)")
     many.add_argument("--jobs", type=int, metavar="N", help="models at once (default: one a core, 4 at most)")
     many.add_argument("--write", metavar="FILE.md", help="put the table into a Markdown page as well; its other parts stay")
+    written = parser.add_argument_group("what --write has left")
+    written.add_argument(
+        "--plan",
+        metavar="DIR|plan.json",
+        help="run the folder of `memplan fit --write` or `memplan plan --write` as it is, with fresh weights, instead of MODEL",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON; sizes in bytes")
     parser.set_defaults(run=run_validate, gpu="auto", gpu_memory=None)
 
@@ -168,6 +175,8 @@ def _compare(args: argparse.Namespace) -> Comparison:
     from .api import ANY_GPU, resolve_device, run
     from .store import remember
 
+    if args.plan is not None:
+        return _compare_plan(args)
     if args.model is None:
         raise UserError("MODEL is missing", "Name a model, or use --records to list what was validated")
     for option, least in (("steps", 1), ("threads", 0)):
@@ -205,6 +214,28 @@ def _against_zo2(args: argparse.Namespace) -> Comparison:
     request = request_from(args).but(iterations=args.steps)
     request.check()
     return validate_zo2(request, TraceSource(), tolerance=args.tolerance)
+
+
+def _compare_plan(args: argparse.Namespace) -> Comparison:
+    """Of a written folder, which says by itself what runs."""
+    from dataclasses import replace
+
+    from ..planner.progress import progress
+    from .plan_run import run_plan
+    from .store import remember
+
+    if args.model is not None:
+        raise UserError(f"--plan takes no MODEL, got {args.model}", "The folder says which model runs")
+    for option in ("snapshot", "processes"):
+        if getattr(args, option):
+            raise UserError(f"--{option} does not go with --plan", "Leave it out")
+    if args.steps < 1:
+        raise UserError(f"--steps {args.steps}: must be 1 or more", "Leave it out for the default")
+    _check_timeout(args.timeout)
+    with progress(f"predicting and running {args.plan}", enabled=not args.json):
+        comparison = run_plan(args.plan, device=args.device, steps=args.steps, tolerance=args.tolerance, timeout_s=args.timeout)
+    warning = remember(comparison, args.store) if args.record else None
+    return replace(comparison, notes=(*comparison.notes, warning)) if warning else comparison
 
 
 def _table(found: list[Record]) -> str:

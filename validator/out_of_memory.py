@@ -15,7 +15,10 @@ if TYPE_CHECKING:
     from .loop import Running
 
 _ASKED = re.compile(r"[Tt]ried to allocate ([\d.,]+ ?\w+)")  # torch's words, of both allocators
-_ON_THE_CPU = "not enough memory"  # c10/core/impl/alloc_cpu.cpp
+_ON_THE_CPU = (
+    "DefaultCPUAllocator: not enough memory",
+    "DefaultCPUAllocator: can't allocate memory",
+)  # c10/core/impl/alloc_cpu.cpp
 _PARTS = {"param": "weights", "buffer": "buffers", "grad": "gradients", "optimizer_state": "optimizer state"}
 _PASSES = {"forward": "the forward pass", "backward": "the backward pass", "step": "the optimizer step"}
 
@@ -38,7 +41,7 @@ def explained(running: Running, where: Callable[[], tuple[str, int] | None], dev
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    return type(error).__name__ == "OutOfMemoryError" or _ON_THE_CPU in str(error)
+    return type(error).__name__ == "OutOfMemoryError" or any(words in str(error) for words in _ON_THE_CPU)
 
 
 def in_words(

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 _PROCESSES_PER_CORE = 4  # gloo ranks wait for each other; more only take turns
 # gloo's threads keep a message now and then for a moment longer than the engine does; in a small model that is much.
-_GLOO_TOLERANCE = 0.05
+GLOO_TOLERANCE = 0.05
 _TIMEOUT_S = 1800.0  # where none is given: as long as torch's own groups wait for a message
 _GLOO = (
     "{gpus} processes over gloo on the CPU: it proves what each rank allocates and when, not a GPU's kernels; gloo's threads "
@@ -95,38 +95,52 @@ def run_ranks(
     cards = [gpu for gpu in gpus() if gpu.read_by == "torch"] if device == "cuda" else []
     check(request, device, cards, machine().cpu_cores)
     trace = traces.step(request, **({"target": "cpu"} if device == "cpu" else {}))
-    ours = [_predicted(request.but(rank=rank), trace, device) for rank in range(request.gpus)]
+    ours = [predicted_of(request.but(rank=rank), trace, device) for rank in range(request.gpus)]
     if device == "cpu":
         _check_room(request, ours, machine().ram_available_bytes)
     outcomes = _outcomes(request, trace, device, timeout_s=timeout_s or _TIMEOUT_S, grace_s=grace_s)
-    allowed = tolerance if tolerance is not None else _GLOO_TOLERANCE if device == "cpu" else TOLERANCE[device]
+    allowed = tolerance if tolerance is not None else GLOO_TOLERANCE if device == "cpu" else TOLERANCE[device]
+    said = (_GLOO if device == "cpu" else _NCCL).format(gpus=request.gpus)
+    return of_all(request, ours, outcomes, device, allowed, said, trace.versions)
+
+
+def of_all(
+    request: Request,
+    ours: Sequence[Usage],
+    outcomes: Sequence[RankOutcome],
+    device: str,
+    tolerance: float,
+    said: str,
+    versions: Mapping[str, str],
+) -> Comparison:
+    """The comparison of the most loaded rank, or of `request.rank`, with those of all; `said`: how they ran."""
     question = request.as_data()
     if device == "cpu":
         del question["gpu"]  # a CPU run asks nothing of one
     name = "cpu" if device == "cpu" else request.device.name
     ranks = tuple(
         Comparison(
-            question=question, device=name, tolerance=allowed, predicted=mine, measured=outcome.usage, reason=outcome.reason,
+            question=question, device=name, tolerance=tolerance, predicted=mine, measured=outcome.usage, reason=outcome.reason,
             rows=rows_of(mine, outcome.usage) if outcome.usage else (), rank=rank,
         )
         for rank, (mine, outcome) in enumerate(zip(ours, outcomes, strict=True))
     )  # fmt: skip
     shown = _shown(request, ours)
-    reason = _first_reason(outcomes)
-    said = (_GLOO if device == "cpu" else _NCCL).format(gpus=request.gpus)
+    reason = first_reason(outcomes)
     theirs = None if reason else _with_all(ranks[shown].measured, outcomes)
     return replace(
         ranks[shown],
         measured=theirs,
         rows=ranks[shown].rows if theirs else (),
         reason=reason,
-        ranks=ranks,
+        rank=shown if len(ranks) > 1 else None,
+        ranks=ranks if len(ranks) > 1 else (),
         notes=(*request.defaults, said, *(theirs.notes if theirs else ())),
-        versions=trace.versions,
+        versions=versions,
     )
 
 
-def _with_all(shown: Usage | None, outcomes: Sequence[_RankOutcome]) -> Usage | None:
+def _with_all(shown: Usage | None, outcomes: Sequence[RankOutcome]) -> Usage | None:
     """The shown rank's figures with the whole run's of every rank, which is what a record keeps of them."""
     if shown is None:
         return None
@@ -159,7 +173,8 @@ def _shown(request: Request, ours: Sequence[Usage]) -> int:
     return max(range(len(ours)), key=lambda rank: (ours[rank].peak_bytes, -rank))
 
 
-def _predicted(request: Request, trace: StepTrace, device: str) -> Usage:
+def predicted_of(request: Request, trace: StepTrace, device: str) -> Usage:
+    """What the rank that `request` names will use on `device`."""
     if device == "cpu":
         return predicted_on_cpu(request, trace)
     from .predicted import usage_on_cuda
@@ -168,24 +183,24 @@ def _predicted(request: Request, trace: StepTrace, device: str) -> Usage:
 
 
 @dataclass(frozen=True)
-class _RankOutcome:
+class RankOutcome:
+    """What became of one rank; `order`: how many had failed before it did."""
+
     usage: Usage | None
     reason: str
     order: int
 
 
-def _first_reason(outcomes: Sequence[_RankOutcome]) -> str:
+def first_reason(outcomes: Sequence[RankOutcome]) -> str:
     """ "rank 1 of 2: why", of the rank where the trouble began; "" where all ran."""
     failed = [(outcome.order, rank) for rank, outcome in enumerate(outcomes) if outcome.usage is None]
     if not failed:
         return ""
     _, rank = min(failed)
-    return f"rank {rank} of {len(outcomes)}: {outcomes[rank].reason}"
+    return f"rank {rank} of {len(outcomes)}: {outcomes[rank].reason}" if len(outcomes) > 1 else outcomes[rank].reason
 
 
-def _outcomes(
-    request: Request, trace: StepTrace, device: str, *, timeout_s: float | None, grace_s: float
-) -> list[_RankOutcome]:
+def _outcomes(request: Request, trace: StepTrace, device: str, *, timeout_s: float | None, grace_s: float) -> list[RankOutcome]:
     with tempfile.TemporaryDirectory(prefix="memplan-") as name:
         folder = Path(name)
         task = _task(request, trace, "gloo" if device == "cpu" else "nccl", folder)
@@ -203,7 +218,7 @@ def _task(request: Request, trace: StepTrace, backend: Backend, folder: Path) ->
     return Task(**common, job=job.to_json(), parallel=_parallel_to_json(parallel, request.gpus))
 
 
-def run_task(task: Task, folder: Path, *, timeout_s: float | None, grace_s: float = GRACE_S) -> list[_RankOutcome]:
+def run_task(task: Task, folder: Path, *, timeout_s: float | None, grace_s: float = GRACE_S) -> list[RankOutcome]:
     """What became of every rank.  `folder`: for the files of this run."""
     task_file = folder / "task.json"
     write_whole(task_file, json.dumps(asdict(task)))
@@ -231,11 +246,11 @@ def _environment(task: Task, rank: int) -> dict[str, str]:
     return found
 
 
-def _read(answer: Path, ended: Ended) -> _RankOutcome:
+def _read(answer: Path, ended: Ended) -> RankOutcome:
     if answer.exists():
         found = Outcome.from_json(read_json(answer))
-        return _RankOutcome(found.usage, found.reason, ended.order)
-    return _RankOutcome(None, ended.reason or "the run ended without a word", ended.order)
+        return RankOutcome(found.usage, found.reason, ended.order)
+    return RankOutcome(None, ended.reason or "the run ended without a word", ended.order)
 
 
 # -- torch's engines as JSON -----------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from ..errors import MemplanError
 from ..files import write_whole
 from .job import Job, Outcome, read_json
 from .launch import says_where
+from .out_of_memory import is_out_of_memory
 
 
 def run_job(job: Job) -> Outcome:
@@ -39,7 +40,7 @@ def one_line(error: BaseException) -> str:
     """The kind of the error and what it says."""
     text = " ".join(str(error).split())
     kind = type(error).__name__
-    if "not enough memory" in text or kind == "OutOfMemoryError":
+    if is_out_of_memory(error):
         kind = "OutOfMemoryError"
     return f"{kind}: {text[:300]}" if text else kind
 
