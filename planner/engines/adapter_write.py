@@ -15,6 +15,15 @@ ADAPTER, QUANTISATION = "adapter_config.json", "quantization.json"
 _TOKENS = 20  # of prompt, prefix and p-tuning, where the question gives none: what the answer takes
 
 
+def settings_of(request: Request) -> AdapterSettings | None:
+    """What is put on the model, as the question's strategy needs it; None where the model itself trains."""
+    if not request.strategy.startswith(("fsdp", "hsdp")):
+        return request.adapter_settings
+    from ..strategies.fsdp_door import adapted
+
+    return adapted(request, narrow_base=False).adapter_settings
+
+
 def adapter_config(request: Request) -> dict[str, Any]:
     """adapter_config.json, as peft itself writes it for a config object.  Raises UserError where peft is missing."""
     settings = request.adapter_settings
@@ -67,7 +76,7 @@ def quantisation_config(request: Request) -> dict[str, Any]:
 
     Raises CannotTell for weights that are quantised beforehand, and so have to be there.
     """
-    settings = request.adapter_settings
+    settings = settings_of(request)
     if settings is None or settings.base_quant == "none":
         return {}
     if settings.base_quant == "int8":
@@ -75,11 +84,10 @@ def quantisation_config(request: Request) -> dict[str, Any]:
     if not settings.base_quant.startswith(("nf4", "fp4")):
         raise CannotTell(f"train.py: --base-quant {settings.base_quant}: name a checkpoint that is quantised already")
     quant_type, _, double = settings.base_quant.partition("-")
-    storage = getattr(settings, "quant_storage", None)
     return {
         "load_in_4bit": True,
         "bnb_4bit_quant_type": quant_type,
         "bnb_4bit_use_double_quant": bool(double),
         "bnb_4bit_compute_dtype": AUTOCAST_DTYPE.get(request.precision, PARAM_DTYPE[request.precision]),
-        **({"bnb_4bit_quant_storage": storage} if storage else {}),
+        **({"bnb_4bit_quant_storage": settings.quant_storage} if settings.quant_storage else {}),
     }

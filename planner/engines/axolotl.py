@@ -381,7 +381,9 @@ def _loss(keys: Keys, said: dict[str, Said], notes: list[str]) -> None:
     key = next((key for key in _LOSSES if keys.is_on(key)), None)
     if key is None and _LOSS_PLUGIN in plugins and keys.get("cut_cross_entropy") is not False:
         key = "plugins"
-    if key is not None:
+    if key == "liger_fused_linear_cross_entropy":
+        said["loss"] = Said("liger", key)
+    elif key is not None:
         said["loss"] = Said("chunked", key)
         notes.append(f"{key}: answered as --loss chunked, which keeps more than that kernel: the peak is an upper bound")
 

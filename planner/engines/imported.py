@@ -157,7 +157,7 @@ def _chunked_loss(imported: Imported, given: Mapping[str, Any], made: dict[str, 
     said = imported.said.get("loss")
     if (
         said is None
-        or said.value != "chunked"
+        or said.value not in ("chunked", "liger")
         or "loss" in given
         or not str(made.get("strategy")).startswith(("ddp", "fsdp", "hsdp"))
     ):

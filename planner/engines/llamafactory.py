@@ -97,11 +97,13 @@ def read(text: Text) -> Imported:
     adapter = _adapter(keys, said, reasons, notes)
     _precision(keys, found, bool(adapter), said, taken)
     _recompute(keys, said)
+    if keys.flag("enable_liger_kernel"):  # the head and the loss in one, for pt and sft (`apply_liger_kernel`)
+        said["loss"] = Said("liger", "enable_liger_kernel")
     attention = keys.choice("flash_attn", _ATTENTION)
     if attention is not None and _ATTENTION[attention]:
         said["attention"] = Said(_ATTENTION[attention], "flash_attn")
     notes += keys.less({
-        "enable_liger_kernel": "its kernels keep no logits and fewer activations",
+        "enable_liger_kernel": "its kernels of norms and activations keep less",
         "use_unsloth_gc": "what checkpoints keep waits on the host",
     })  # fmt: skip
     for key, words in (

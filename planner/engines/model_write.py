@@ -25,8 +25,12 @@ _DESCRIBED = 2  # samples that are made to be described
 
 
 def stored_dtype(request: Request) -> str:
-    """The dtype that the program loads the model in: fp32 where FSDP keeps fp32 shards, else that of the precision."""
-    if request.strategy.startswith(("fsdp", "hsdp")) and request.precision.endswith("-mixed"):
+    """The dtype that the program loads the model in: fp32 where FSDP keeps fp32 shards, else that of the precision.
+
+    What an adapter leaves frozen has no fp32 copy.
+    """
+    sharded = request.strategy.startswith(("fsdp", "hsdp")) and request.adapter_settings is None
+    if sharded and request.precision.endswith("-mixed"):
         return "float32"
     return PARAM_DTYPE[request.precision]
 

@@ -19,6 +19,7 @@ from typing import Any
 from ...errors import UserError
 
 _LARGEST_FILE_BYTES = 10_000_000  # a configuration is a few kB: whatever is larger is another kind of file
+_LONGEST_WITH_LINES = 100_000  # characters: reading lines out of more takes seconds
 _YAML_NAMES = (".yaml", ".yml")
 
 
@@ -70,7 +71,7 @@ def parse_json(text: str, source: str) -> Text:
     if not text.strip():
         _object(None, source)
     try:
-        return Text(source, _object(json.loads(text, object_pairs_hook=_no_duplicates), source))
+        return Text(source, _object(json.loads(text, object_pairs_hook=_no_duplicates), source), lines=_json_lines(text))
     except ValueError:  # not plain JSON, or a duplicate key: said below, with the comments gone
         pass
     try:
@@ -82,7 +83,7 @@ def parse_json(text: str, source: str) -> Text:
         if data is None:
             where = f"line {error.lineno}, column {error.colno}"
             raise UserError(f"{source}: {where}: {error.msg[0].lower()}{error.msg[1:]}", "Correct the JSON there") from None
-    return Text(source, _object(data, source), plain=False)
+    return Text(source, _object(data, source), plain=False, lines=_json_lines(strip_extensions(text)))
 
 
 def strip_extensions(text: str) -> str:
@@ -178,6 +179,19 @@ def parse_yaml(text: str, source: str) -> Text:
         if loader is not None:
             loader.dispose()
     return Text(source, _object(data, source), lines=lines)
+
+
+def _json_lines(text: str) -> dict[tuple[str, ...], int]:
+    """Path of a key -> its line.  JSON is YAML but for tabs between its tokens; {} where YAML cannot read it, or it is long."""
+    if len(text) > _LONGEST_WITH_LINES:
+        return {}
+    yaml = importlib.import_module("yaml")
+    lines: dict[tuple[str, ...], int] = {}
+    try:
+        _walk(yaml.compose(text.replace("\t", " "), Loader=yaml.SafeLoader), (), lines, "", set())
+    except (yaml.YAMLError, UserError, ValueError, RecursionError):
+        return {}
+    return lines
 
 
 def _walk(node: Any, path: tuple[str, ...], lines: dict[tuple[str, ...], int], source: str, seen: set[int]) -> None:

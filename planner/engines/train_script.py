@@ -68,7 +68,8 @@ def _head(program: Program) -> str:
         "tempfile": program.quantised,
     }
     standard = sorted(["argparse", "json", *(name for name, used in modules.items() if used)])
-    packages = {"accelerate": program.trainer_fsdp, "deepspeed": program.deepspeed, "peft": program.adapter}
+    packages = {"accelerate": program.trainer_fsdp, "deepspeed": program.deepspeed, "peft": program.adapter,
+                "safetensors.torch": program.quantised}  # fmt: skip
     others = [name for name, used in packages.items() if used]
     imports = [*(f"import {name}" for name in [*others, "torch"])]
     imports += ["import torch.utils.checkpoint"] if program.recompute_some else []
@@ -125,7 +126,8 @@ def _model(program: Program) -> str:
             '    place = {"": torch.cuda.current_device() if on_gpu else "cpu"}',
             "    with tempfile.TemporaryDirectory() as folder:",
             "        if random_weights:  # written once, since weights are packed while they are loaded",
-            "            auto.from_config(config, **how).save_pretrained(folder)",
+            "            config.save_pretrained(folder)",
+            '            safetensors.torch.save_model(auto.from_config(config, **how), f"{folder}/model.safetensors")',
             '        weights = folder if random_weights else RUN["model"]',
             "        model = auto.from_pretrained(weights, config=config, quantization_config=packed, device_map=place, **how)",
         ]
@@ -283,11 +285,12 @@ def _trainer(program: Program) -> str:
         "    data = read(options.data) if options.data else Samples()",
         f"    trainer = transformers.Trainer({', '.join(_TRAINER_ARGUMENTS[: 3 + program.optimizer])})",
         "    trainer.train()",
-        *(["    torch.distributed.destroy_process_group()"] if program.processes else []),
+        *(_END if program.processes else []),
     ]
     return "\n".join(lines)
 
 
+_END = ["    if torch.distributed.is_initialized():", "        torch.distributed.destroy_process_group()"]
 _CPU_FSDP = [
     "    if not torch.cuda.is_available():  # where accelerate would run DDP instead",
     '        state = {"distributed_type": accelerate.DistributedType.MULTI_GPU, "device": torch.device("cpu")}',

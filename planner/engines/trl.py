@@ -86,7 +86,7 @@ def read(text: Text) -> Imported:
         else:
             said["attention"] = Said(_ATTENTION[str(attention)], "attn_implementation")
     _loss(keys, said, reasons, notes)
-    notes += keys.less({"use_liger_kernel": "its kernels keep no logits and fewer activations"})
+    notes += keys.less({"use_liger_kernel": "its kernels of norms and activations keep less"})
     base = keys.text_of("model_name_or_path")
     notes += keys.not_understood(SILENT | training_args.KNOWN, "TRL")
     return replace(
@@ -197,6 +197,8 @@ def _loss(keys: Keys, said: dict[str, Said], reasons: list[str], notes: list[str
         kind = "nll" if keys.flag("use_liger_kernel") else "chunked_nll"
     if kind == "chunked_nll" and keys.flag("use_liger_kernel"):
         raise keys.both("loss_type", "use_liger_kernel", "TRL takes one of them")
+    if keys.flag("use_liger_kernel"):
+        said["loss"] = Said("liger", "use_liger_kernel")
     if kind == "dft":
         reasons.append(f"{keys.at('loss_type')}: loss_type dft is not modelled yet")
     if kind == "chunked_nll":

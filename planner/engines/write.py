@@ -19,6 +19,7 @@ from ..request import one_of
 from ..strategies import ZEROTH_ORDER
 from ..strategies.deepspeed_engine import settings_of
 from .adapter_write import ADAPTER, QUANTISATION, adapter_config, quantisation_config
+from .adapter_write import settings_of as adapter_of
 from .deepspeed_write import deepspeed_config
 from .loop_write import loop_autocast, loop_settings
 from .model_write import model_of
@@ -64,8 +65,15 @@ def files_of(request: Request, stack: str = AUTO) -> Files:
     if not known or request.mode != "train":
         what = f"--method {request.method}, --strategy {request.strategy}, --mode {request.mode}"
         raise CannotTell(f"{what} is a program of its own: accelerate, DeepSpeed and TrainingArguments have no words for it")
-    if stack == LOOP or (stack == AUTO and not_for_the_trainer(request)):
+    if stack == LOOP:
         return _for_a_loop(request)
+    if stack == AUTO and not_for_the_trainer(request):
+        try:
+            return _for_a_loop(request)
+        except CannotTell as error:
+            if request.strategy == RELEASE:
+                raise
+            return _for_the_trainer(request, no_program=f"train.py: {error}")
     if stack == TRAINER and not_for_the_trainer(request):
         raise CannotTell(f"--stack trainer: {not_for_the_trainer(request)}. Use --stack loop")
     return _for_the_trainer(request)
@@ -88,7 +96,8 @@ def not_for_the_trainer(request: Request) -> str:
     return ""
 
 
-def _for_the_trainer(request: Request) -> Files:
+def _for_the_trainer(request: Request, no_program: str = "") -> Files:
+    """`no_program`: why there is no train.py; "" where there is one."""
     texts: dict[str, str] = {}
     notes: list[str] = []
     said: dict[str, list[str]] = {DEEPSPEED: [], DEEPSPEED_TRAINER: []}
@@ -105,6 +114,8 @@ def _for_the_trainer(request: Request) -> Files:
     launch: tuple[str, ...] = ()
     try:
         made = None
+        if no_program:
+            raise CannotTell(no_program)
         if "optim" not in arguments.config and not (zero and "optimizer" in json.loads(texts[DEEPSPEED_TRAINER])):
             made = optimizer_class(request.optimizer, request.optimizer_impl)
             notes = [note for note in notes if request.optimizer not in note]  # the program passes it
@@ -155,7 +166,7 @@ def _program(request: Request, more: dict[str, Any], *, trainer: bool) -> tuple[
     texts = {}
     if request.alloc_conf:
         run["alloc_conf"] = request.alloc_conf
-    adapter = request.adapter_settings
+    adapter = adapter_of(request)
     packed = quantisation_config(request)
     if adapter is not None:
         texts[ADAPTER] = _json(adapter_config(request))
@@ -193,11 +204,12 @@ def _left_to_the_program(request: Request, *, written: bool) -> list[str]:
         f"load the model with attn_implementation={request.attention!r}": request.attention != "sdpa" and not written,
         f"load the model in {request.precision}": request.precision in ("bf16", "fp16") and not written,
         f"freeze the parameters that begin with {', '.join(request.frozen)}": bool(request.frozen) and not written,
+        "say --rdzv-backend c10d --rdzv-endpoint HOST:PORT to torchrun on each machine": request.nodes > 1 and written,
         f"compute the loss as --loss {request.loss} does": request.loss != "model",
         f"start with PYTORCH_ALLOC_CONF={request.alloc_conf}": bool(request.alloc_conf) and not written,
         f"feed sequences of {request.seq_len} tokens": request.model.task != "image-classification" and not written,
     }
-    return [f"in the program: {what}" for what, holds in said.items() if holds]
+    return [f"{'in the program: ' * (not what.startswith('say '))}{what}" for what, holds in said.items() if holds]
 
 
 def check_folder(folder: str | os.PathLike[str], *, force: bool = False) -> None:

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -29,6 +30,14 @@ LLAMA = {
 BERT = {
     "model_type": "bert", "architectures": ["BertForSequenceClassification"], "hidden_size": 64, "intermediate_size": 128,
     "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 512, "max_position_embeddings": 64,
+}  # fmt: skip
+T5 = {
+    "model_type": "t5", "architectures": ["T5ForConditionalGeneration"], "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2,
+    "num_heads": 4, "vocab_size": 128, "decoder_start_token_id": 0,
+}  # fmt: skip
+VIT = {
+    "model_type": "vit", "architectures": ["ViTForImageClassification"], "hidden_size": 32, "intermediate_size": 64,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 32, "patch_size": 8,
 }  # fmt: skip
 #: Runs train.py as `__main__` would, and writes what its `main` had made into seen.RANK.json beside it.
 PROBE = """
@@ -86,7 +95,7 @@ if __name__ == "__main__":
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> Path:
     place = tmp_path_factory.mktemp("models")
-    for name, config in (("llama", LLAMA), ("bert", BERT)):
+    for name, config in (("llama", LLAMA), ("bert", BERT), ("t5", T5), ("vit", VIT)):
         (place / name).mkdir()
         (place / name / "config.json").write_text(json.dumps(config))
     (place / "probe.py").write_text(PROBE)
@@ -185,6 +194,21 @@ def test_a_classifier_is_given_its_own_kind_of_samples(models, tmp_path):
     assert found["optimizer"] == ["accelerate.AcceleratedOptimizer", "torch.SGD"]
 
 
+@pytest.mark.parametrize("model", ["t5", "vit"])
+def test_models_of_other_kinds_train_on_their_own_kind_of_samples(models, tmp_path, model):
+    found = here(models, written(models, tmp_path / "run", model=model, stack="loop", precision="fp32"))
+
+    assert len(found["losses"]) == 1
+
+
+def test_weights_that_are_not_there_are_said(models, tmp_path):
+    folder = written(models, tmp_path / "run", precision="fp32")
+    program = str(folder / "train.py")
+
+    with mock.patch.object(sys, "argv", [program, "--steps", "1"]), pytest.raises(SystemExit, match="say --random-weights"):
+        runpy.run_path(program, run_name="train")["load_model"](random_weights=False)
+
+
 def test_a_lora_folder_trains_the_adapter_alone(models, tmp_path):
     pytest.importorskip("peft")
     adapter = AdapterSettings.of("lora", rank=4, targets=("q_proj", "v_proj"))
@@ -230,6 +254,32 @@ def test_a_released_gradient_is_gone_after_backward(models, tmp_path):
     assert found["dtypes"] == ["bfloat16"]
 
 
+@pytest.mark.parametrize("stack", ["trainer", "loop"])
+@pytest.mark.parametrize(
+    "question",
+    [
+        {"precision": "fp32", "alloc_conf": "expandable_segments:True", "frozen": ("model.embed_tokens",)},
+        {"precision": "fp32", "strategy": "ddp", "gpus": 2, "clip_grad_norm": True, "grad_accum_steps": 2},
+        {"precision": "bf16-mixed", "strategy": "fsdp2", "gpus": 2, "recompute": "full"},
+        {"precision": "bf16-mixed", "strategy": "zero3", "gpus": 2, "optimizer": "sgd"},
+        {"precision": "bf16", "method": "lora", "optimizer": "adamw-8bit"},
+    ],
+    ids=str,
+)
+def test_programs_are_short_and_clean(models, tmp_path, question, stack):
+    ruff = shutil.which("ruff", path=str(Path(sys.executable).parent)) or shutil.which("ruff")
+    if ruff is None:
+        pytest.skip("ruff is not installed")
+    folder = written(models, tmp_path / "run", stack=stack, **question)
+    rules = ["--isolated", "--select", "E,F,W,B", "--line-length", "128"]
+
+    done = subprocess.run([ruff, "check", *rules, "train.py"], cwd=folder, capture_output=True, text=True, check=False)
+
+    assert done.returncode == 0, done.stdout
+    assert len((folder / "train.py").read_text().splitlines()) < 160
+    assert "memplan" not in (folder / "train.py").read_text()
+
+
 # -- two processes ------------------------------------------------------------------------------------------------------------
 
 
@@ -261,6 +311,18 @@ def test_fsdp1_flattens_every_block(models, tmp_path):
 
     assert found[0]["model"] == "FullyShardedDataParallel"
     assert found[0]["numel"] < 0.6 * num_params(LLAMA)
+
+
+@pytest.mark.slow
+def test_qlora_under_fsdp1_shards_what_is_packed(models, tmp_path):
+    pytest.importorskip("peft")
+    pytest.importorskip("bitsandbytes")
+    folder = written(models, tmp_path / "run", method="qlora", strategy="fsdp1", gpus=2, precision="bf16-mixed")
+
+    for found in launched(models, folder):
+        assert found["model"] == "FullyShardedDataParallel"
+        assert "Linear4bit" in found["parts"]
+        assert found["numel"] < 0.6 * num_params(LLAMA)
 
 
 @pytest.mark.slow

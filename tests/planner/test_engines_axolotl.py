@@ -140,7 +140,7 @@ FILES = {
         FULL_ZERO3,
         {"gpus": 8},
         {"strategy": "zero3", "precision": "bf16-mixed", "micro_batch_size": 1, "grad_accum_steps": 8, "seq_len": 8192,
-         "loss": "chunked", "clip_grad_norm": True, "recompute": "full", "optimizer": "adamw", "adapter": None},
+         "loss": "liger", "clip_grad_norm": True, "recompute": "full", "optimizer": "adamw", "adapter": None},
     ),
     "FSDP1": (
         FSDP1, {"gpus": 2}, {"strategy": "fsdp1", "precision": "bf16-mixed", "offload": ("optimizer", "param"),
@@ -260,6 +260,6 @@ def test_a_loss_in_chunks_is_counted_whole_where_the_strategy_runs_the_whole_mod
 
     alone, several = training_file.asked(text), training_file.asked(text, gpus=2)
 
-    assert alone["loss"] == "chunked"
+    assert alone["loss"] == "liger"
     assert several["loss"] is None
     assert any("all logits are counted at once" in note for note in several["notes"])

@@ -172,3 +172,7 @@ def test_what_is_not_modelled_gives_no_answer_and_says_the_line(training_file, l
 
 def test_a_file_that_is_named_from_the_root_of_its_repository_is_found(training_file):
     assert training_file.asked(FULL_DS3, within="examples/train_full", gpus=4)["strategy"] == "zero3"
+
+
+def test_ligers_kernels_fuse_head_and_loss(training_file):
+    assert training_file.asked(FULL + "enable_liger_kernel: true\n")["loss"] == "liger"

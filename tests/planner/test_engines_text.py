@@ -132,3 +132,10 @@ def test_aliases_of_aliases_are_looked_at_once(tmp_path):
     (tmp_path / "a.yml").write_text("\n".join(lines))
 
     assert len(read_file(tmp_path / "a.yml").data) == 40
+
+
+@pytest.mark.parametrize("indent", ["  ", "\t", ""])
+def test_the_lines_of_keys_of_json_are_known_too(indent):
+    text = f'{{\n{indent}"a": 1, // what\n{indent}"b": {{\n{indent}"c": [{{"d": 1}}]}}\n}}'
+
+    assert parse_json(text, "a.json").lines == {("a",): 2, ("b",): 3, ("b", "c"): 4, ("b", "c", "d"): 4}

@@ -208,10 +208,19 @@ def test_what_the_trainer_cannot_do_is_a_plain_loop_or_refused_with_the_way_out(
     request = base(precision="fp32").but(strategy="release")
 
     assert write.ARGUMENTS not in write.files_of(request).texts
-    with pytest.raises(CannotTell, match="the Trainer has no --strategy release. Use --stack loop"):
+    with pytest.raises(CannotTell, match=r"the Trainer has no --strategy release\. Use --stack loop"):
         write.files_of(request, "trainer")
     with pytest.raises(UserError, match="--stack 'trainr' is not known"):
         write.files_of(request, "trainr")
+
+
+def test_what_no_program_of_ours_can_do_leaves_the_configuration_and_says_so():
+    files = write.files_of(base(precision="fp32", recompute="every-k:2"))
+
+    assert write.ARGUMENTS in files.texts
+    assert write.PROGRAM not in files.texts
+    assert not files.launch
+    assert any("--recompute every-k:2 runs several blocks as one" in note for note in files.notes)
 
 
 def test_what_trains_nothing_has_no_program():

@@ -131,3 +131,7 @@ def test_a_length_that_cuts_nothing_is_said_to_be_left_open(training_file):
 
     assert "seq_len" not in made
     assert any("max_length null" in note for note in made["notes"])
+
+
+def test_ligers_kernels_fuse_head_and_loss(training_file):
+    assert training_file.asked(SMALL + "use_liger_kernel: true\n")["loss"] == "liger"
