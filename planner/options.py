@@ -88,7 +88,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--loss",
         metavar="L",
-        help="hf: the model's own (default), plain: logits as they are, shifted: on copies of them, chunked, liger: fused with the head",
+        help="hf: the model's own (default), plain: logits as they are, shifted, chunked, liger: fused with the head",
     )
     how.add_argument("--tiled-mlp", type=int, metavar="N", help="every MLP runs in N tiles of tokens (DeepSpeed's TiledMLP)")
     how.add_argument(

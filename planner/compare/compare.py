@@ -130,13 +130,31 @@ def compare(
             refused.append(Refusal(way, str(error), False))
     rows.sort(key=SORTS[sort])  # stable: equal ones stay in the catalogue's order
     batches: dict[Any, int | None] = {}
+    per_sample = 0.0
     for index, row in enumerate(rows[:top]):
         say(f"{row.way.name}: the largest batch")
         key = behaviours[row.way.name]
         if key not in batches:
-            batches[key] = max_micro_batch_size(row.way.request, traces)
+            batches[key] = max_micro_batch_size(_near(row, per_sample), traces)
+            per_sample = _bytes_per_sample(row, batches[key]) or per_sample
         rows[index] = replace(row, max_micro_batch_size=batches[key], tried_batches=True)
     return Comparison(tuple(rows), tuple(refused))
+
+
+def _near(row: Row, per_sample: float) -> Request:
+    """The question from which the search of the largest batch starts: at the batch that the way before makes likely."""
+    request = row.way.request
+    if not per_sample:
+        return request
+    found = row.prediction
+    likely = request.micro_batch_size + int((found.usable_bytes - found.reserved_peak_bytes) / per_sample)
+    return request.but(micro_batch_size=max(likely, 1))
+
+
+def _bytes_per_sample(row: Row, largest: int | None) -> float:
+    """What one more sample takes, told from the largest batch; 0 where there is no such batch."""
+    more = (largest or 0) - row.way.request.micro_batch_size
+    return (row.prediction.usable_bytes - row.prediction.reserved_peak_bytes) / more if more > 0 else 0.0
 
 
 class _Remembered(TraceSource):

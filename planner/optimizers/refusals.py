@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ...errors import UserError
-from .methods import method_of
+from .methods import OPTIMIZERS, method_of
 from .traced import names as torch_names
 
 if TYPE_CHECKING:
@@ -23,6 +23,10 @@ _CUTS = ("zero1", "zero2", "zero3", "fsdp1", "fsdp2", "hsdp")  # where a rank st
 def refuse(request: Request) -> None:
     """Raises UserError where the library of the request's optimizer refuses the rest of the question."""
     asked = request.optimizer
+    own = OPTIMIZERS.get(request.method)
+    if own is not None and asked.partition(":")[0] not in own.values():
+        known = ", ".join(dict.fromkeys(own.values()))
+        raise UserError(f"--method {request.method} with --optimizer {asked}: it is not its own", f"Use {known}")
     if not request.has_backward or asked in torch_names():  # torch's own go with everything; the others are not even imported
         return
     from .catalogue import entry_of, split_options

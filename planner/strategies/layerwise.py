@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 
 from ...errors import CannotTell, UserError
 from ..ledger import Component, Tier
-from ..optimizers.methods import OPTIMIZERS
 from ..simulate import Simulation
 from .base import Strategy
 from .single import SingleDevice
@@ -53,13 +52,10 @@ class LayerwiseOnHost(Layerwise):
 
 
 def check(request: Request) -> None:
-    """One GPU, and the method's own optimizer."""
+    """One GPU, and a training step."""
     from . import MIXED, SINGLE
 
     method = request.method
-    if request.optimizer.partition(":")[0] not in OPTIMIZERS[method].values():
-        known = ", ".join(OPTIMIZERS[method].values())
-        raise UserError(f"--method {method} with --optimizer {request.optimizer}: it is not its own", f"Use {known}")
     if request.mode != "train":
         raise UserError(f"--method {method} with --mode {request.mode}: it is a way to train", "Leave --mode out")
     if request.strategy == "release":

@@ -260,12 +260,20 @@ def test_a_layer_of_llama_2_is_what_hift_trains_and_keeps():
         ({"optimizer": "galore-adamw", "gpus": 2, "strategy": "fsdp2"}, UserError, "projects whole gradients"),
         ({"optimizer": "apollo-mini", "gpus": 2, "strategy": "zero3"}, UserError, "projects whole gradients"),
         ({"optimizer": "badam", "method": "full"}, UserError, "Use --method badam"),
+        ({"method": "galore", "optimizer": "lion"}, UserError, "it has none of that name"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_sentence(changes, error, said):
     with pytest.raises(error, match=said) as refused:
         make_request("meta-llama/Llama-3.2-1B", "h200-sxm-141gb", **{**SMALL, **changes}).check()
     assert "\n" not in str(refused.value)
+
+
+def test_a_method_with_another_optimizer_than_its_own_is_refused():
+    question = make_request("meta-llama/Llama-3.2-1B", "h200-sxm-141gb", method="galore", **SMALL)
+    for other in ("adamw", "apollo-mini"):
+        with pytest.raises(UserError, match="it is not its own"):
+            question.but(optimizer=other).check()
 
 
 def test_split_masters_on_fp32_weights_are_refused_in_one_sentence():

@@ -176,7 +176,7 @@ def test_frozen_parameters_take_neither_gradient_nor_state(source):
         ({"gpus": 2}, "--strategy single"),
         ({"compiled": True}, "torch.compile"),
         ({"precision": "bf16-mixed"}, "masters"),
-        ({"method": "galore"}, "galore"),
+        ({"method": "lisa"}, "lisa"),
     ],
 )
 def test_what_is_not_modelled_is_unknown_with_the_reason(source, changes, said):
