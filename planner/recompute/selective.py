@@ -113,11 +113,12 @@ def resolve(request: Request, traces: TraceSource) -> Selected:
     path = list_path(plain_trace)
     moments = moments_of(plain_run.ledger, full_run.ledger, path, blocks)
     room = limit - (least.reserved_peak_bytes - least.allocated_peak_bytes)
+    low, high = 0, 2 * limit  # rooms that are known to be too small, and too large
     tried: set[str] = set()
     for _ in range(_MOST_TRIES):
         solution = solve(blocks, moments, room)
         if solution is None:  # the allocator's holes are not that large at every moment
-            room += (limit - room) // 2
+            low, room = room, (room + min(high, limit)) // 2
             continue
         if solution.policy.text in tried:
             break
@@ -130,7 +131,11 @@ def resolve(request: Request, traces: TraceSource) -> Selected:
             best = Selected(asked, found, limit, solution.seconds, full_s)
         if 0 <= left <= _WORTH_IT * limit:
             break
+        if left < 0:
+            high = room
         room += left if left >= 0 else min(left, -int(_STEP * limit))
+        if not low < room < high:
+            room = (low + high) // 2
     return best
 
 

@@ -30,6 +30,7 @@ import numpy as np
 from ...errors import CannotTell, UserError
 from ...models.adapters import ADAPTER_METHODS
 from ..optimizers.catalogue import TORCH_COPIES
+from ..recompute.policy import is_selective
 from ..strategies import MIXED, ZEROTH_ORDER, traced_as
 from ..timeline.roofline import OpTable
 from ..timeline.step_time import cpu_adam_per_s
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from ..trace.source import TraceSource
 
 _KEPT = (Role.BATCH, Role.ACTIVATION, Role.TEMP)
+_ENDS = ("none", "full")  # of selective recompute
 _HALF, _FULL = 2, 4  # bytes of a 16-bit number, of an fp32 one
 
 
@@ -130,11 +132,15 @@ class Bounds:
         self._sizes: Sizes | None = None
 
     def known(self, request: Request) -> bool:
-        """Whether the request's own micro step was traced."""
+        """Whether the request's own micro step was traced; for selective recompute, what it chooses between."""
+        if is_selective(request.recompute):
+            return all(self.known(request.but(recompute=end)) for end in _ENDS)
         return request.micro_batch_size in self._micro.get(_family(request), {})
 
     def look(self, request: Request) -> str:
         """Traces the request's micro step; why that cannot be, or ""."""
+        if is_selective(request.recompute):
+            return next(filter(None, (self.look(request.but(recompute=end)) for end in _ENDS)), "")
         try:
             found = micro_of(self._traces.step(request), request)
         except (CannotTell, UserError) as error:
@@ -158,6 +164,8 @@ class Bounds:
         return passes * self._micro_s(request) + self._host_s(request)
 
     def _micro_s(self, request: Request) -> float:
+        if is_selective(request.recompute):
+            return self._micro_s(request.but(recompute="none"))
         samples = request.micro_batch_size
         own = self._micro.get(_family(request), {})
         if samples in own:

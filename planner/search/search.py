@@ -16,6 +16,8 @@ from ...errors import CannotTell, UserError
 from ...units import gib
 from ..predict import answer, simulated
 from ..prediction import Prediction, Verdict
+from ..recompute.policy import is_selective
+from ..recompute.selective import resolve
 from ..timeline.step_time import StepTime, step_time
 from .bounds import Bounds
 from .plan import Candidate, Refused
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from ..trace.source import TraceSource
 
 STEADY = 3  # micro steps that are simulated: the third is like all later ones (a test compares)
+_TWO = 2  # micro steps have the memory of many
 _HOPELESS = 3  # shapes that failed before anything fitted: from then on the smallest micro batch of each is tried first
 EXPANDABLE = "expandable_segments:True"
 Score = tuple[float, ...]
@@ -62,6 +65,11 @@ def judge(request: Request, traces: TraceSource) -> Judged:
 
     Where it fails only because free memory lies in pieces, it is tried again with segments that grow, which costs nothing.
     """
+    if is_selective(request.recompute):
+        few = request.but(
+            grad_accum_steps=min(request.loop.grad_accum_steps, _TWO), alloc_conf=request.alloc_conf or EXPANDABLE
+        )
+        request = request.but(recompute=resolve(few, traces).request.recompute)
     judged = _steady(request, traces)
     prediction = judged.prediction
     if prediction.fits or request.alloc_conf or prediction.allocated_peak_bytes > prediction.usable_bytes:

@@ -24,6 +24,7 @@ _CPU: tuple[str, ...] = ("optimizer", "param")
 _NVME: tuple[str, ...] = ("optimizer:nvme", "param:nvme")
 _ADAPTERS = tuple(m for m in ("lora", "qlora") if m in ADAPTER_METHODS)  # of the many kinds, those that people take
 Offload = tuple[str, ...]
+TO_THE_HOST = "part of it leaves the GPU"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,18 +62,27 @@ class Level:
     narrow: bool = False
     """Also weights, gradients and state in 16 bits, without fp32 masters."""
     nvme: bool = False
+    host: bool = True
+    """Also what leaves something to the host."""
 
 
-def levels(wanted: Wanted, *, nvme: bool = False) -> list[Level]:
-    """The levels in the order in which they are opened; each holds the ones above it."""
+def levels(wanted: Wanted, *, nvme: bool = False, alone: bool = False) -> list[Level]:
+    """The levels in the order in which they are opened; each holds the ones above it.
+
+    `alone`: there is one GPU, so that a runtime for several is worth its trouble only for what it moves to the host.
+    """
     level = Level(
         words="",
         methods=_methods(wanted.methods),
         optimizers=wanted.optimizers or ("adamw",),
         recomputes=wanted.recomputes or ("none", "full"),
         nvme=nvme and wanted.offloads is None,
+        host=not alone or wanted.offloads is not None or wanted.strategies is not None,
     )
     found = [level]
+    if not level.host:
+        level = replace(level, host=True, words=TO_THE_HOST)
+        found.append(level)
     if wanted.optimizers is None:
         level = replace(level, optimizers=(*level.optimizers, "adamw-8bit"))
         found.append(replace(level, words="the optimizer's state has 8 bits"))
@@ -143,8 +153,10 @@ def _placements(method: str, gpus: int, nodes: int, wanted: Wanted, level: Level
         return
     plain = (SINGLE, "release") if gpus == 1 else ("ddp", "zero1", "zero2", "zero3", "fsdp2", *(("hsdp",) if nodes > 1 else ()))
     if method in ADAPTER_METHODS:
-        plain = (SINGLE,) if gpus == 1 else ("ddp",)
+        plain = (SINGLE,) if gpus == 1 else ("ddp", "fsdp2", "fsdp1", "zero2", "zero3")
     moved: list[tuple[str, Offload]] = [("zero2", ("optimizer",)), ("zero3", ("optimizer",)), ("zero3", _CPU), ("fsdp2", _CPU)]
+    if gpus == 1 and method in ADAPTER_METHODS:
+        moved = []
     if level.nvme:
         moved += [("zero3", ("optimizer:nvme",)), ("zero3", _NVME)]
     if wanted.strategies is not None:
@@ -155,7 +167,8 @@ def _placements(method: str, gpus: int, nodes: int, wanted: Wanted, level: Level
         yield from ((s, offload) for offload in wanted.offloads for s in (known if offload else plain))
         return
     yield from ((s, ()) for s in plain)
-    yield from moved
+    if level.host:
+        yield from moved
 
 
 def _precisions(base: Request, method: str, strategy: str, wanted: Wanted, level: Level) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 
 from ...units import gib
+from ..recompute.policy import PREFIX, Policy
 from ..wording import columns
 from .plan import Candidate, Plan
 
@@ -89,6 +90,8 @@ def _reasons(plan: Plan, width: int) -> str:
     said = []
     for number, c in enumerate(plan.candidates, 1):
         parts = [f"gives up {', '.join(c.gives_up)}"] if c.gives_up else ["gives up nothing of the training itself"]
+        if c.recompute.startswith(PREFIX):
+            parts.append(f"selective: {Policy.parse(c.recompute).words} (--json has the policy)")
         if c.why_not_more:
             parts.append(f"why not more: {c.why_not_more}")
         said += _wrapped(f"{number}  {'; '.join(parts)}", width, "   ")
