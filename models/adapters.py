@@ -82,7 +82,7 @@ QLORA = "qlora"  # a method of its own in people's words: LoRA on a 4-bit base
 ADAPTER_METHODS = ("lora", QLORA, *(kind for kind in KINDS if kind != "lora"))
 BASE_QUANTS = ("none", "nf4", "nf4-dq", "fp4", "fp4-dq", "int8", "gptq")
 _DEFAULT_TOKENS = 20  # where a kind needs a number of virtual tokens and none is given: the one of peft's own examples
-_TASK_TYPES = {
+TASK_TYPES = {
     "causal-lm": "CAUSAL_LM",
     "seq2seq-lm": "SEQ_2_SEQ_LM",
     "seq-classification": "SEQ_CLS",
@@ -234,7 +234,7 @@ class AdapterSettings:
         if self.modules_to_save:
             given["modules_to_save"] = _known(module, self.modules_to_save, "--modules-to-save")
         if isinstance(getattr(module, "config", None), _pretrained_config()):
-            given["task_type"] = _TASK_TYPES.get(task)
+            given["task_type"] = TASK_TYPES.get(task)
         try:
             return cls(**given), said
         except (TypeError, ValueError) as error:

@@ -102,6 +102,11 @@ def make_request(
         options["seq_len"] = min(DEFAULT_SEQ_LEN, spec.max_seq_len or DEFAULT_SEQ_LEN)
         if spec.task not in ("image-classification",):
             defaults.append(f"sequence length {options['seq_len']} (not given)")
+    if options.get("method") == "zo2" and options.get("gpus", 1) > 1:
+        defaults.append(
+            f"ZO2 runs on one GPU: {options['gpus'] - 1} of the {options['gpus']} stay idle. --method distzo2 uses them"
+        )
+        options["gpus"] = options["nodes"] = 1
     if options.get("strategy") in DISTRIBUTED and "gpus" not in options:
         raise UserError(f"--strategy {options['strategy']}: expected a number of GPUs", "Say how many with --gpus N")
     device = with_nccl(device, options.get("gpus", 1), options.get("strategy", SINGLE))

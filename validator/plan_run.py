@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import CannotTell, UserError
+from ..planner.strategies import ZEROTH_ORDER
 from .api import resolve_device
 from .compare import TOLERANCE, Comparison
 from .job import Outcome, read_json
@@ -58,6 +59,11 @@ def run_plan(
     from ..planner.trace.source import TraceSource
 
     written = read_written(path)
+    if written.request.method in ZEROTH_ORDER:  # the methods' own programs are not installed: our runtime runs the question
+        from .engines import run_engine
+
+        _check_files(written)
+        return run_engine(written.request.but(iterations=steps), traces or TraceSource(), tolerance=tolerance)
     check(written)
     target = resolve_device(device, written.request.gpus)
     request = written.request.but(iterations=steps)
@@ -73,16 +79,19 @@ def run_plan(
 
 def check(written: PlanFile) -> None:
     """Raises UserError for a folder that is not as it was written, CannotTell for one that this machine cannot run."""
-    again = "Write the folder again, or run its program yourself"
     if PROGRAM not in written.launch:
         raise CannotTell(f"{written.source}: the folder has no {PROGRAM} to run")
+    _check_files(written)
+    if written.request.nodes > 1:
+        raise CannotTell(f"{written.source}: {written.request.nodes} machines: a real run has one. Plan it for one")
+
+
+def _check_files(written: PlanFile) -> None:
     if changed := written.changed():
         raise UserError(
             f"{written.source}: {', '.join(changed)}: missing, or not as written, so that the prediction is of something else",
-            again,
+            "Write the folder again, or run its program yourself",
         )
-    if written.request.nodes > 1:
-        raise CannotTell(f"{written.source}: {written.request.nodes} machines: a real run has one. Plan it for one")
 
 
 def launch(written: PlanFile, device: str, options: Sequence[str], *, timeout_s: float | None) -> list[RankOutcome]:

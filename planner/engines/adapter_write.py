@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ...errors import CannotTell
-from ...models.adapters import _TASK_TYPES, ALL_LINEAR, KINDS, AdapterSettings, require
+from ...models.adapters import ALL_LINEAR, KINDS, TASK_TYPES, AdapterSettings, require
 from ..trace.options import AUTOCAST_DTYPE, PARAM_DTYPE
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def adapter_config(request: Request) -> dict[str, Any]:
             given["feedforward_modules"] = []
     if settings.modules_to_save:
         given["modules_to_save"] = list(settings.modules_to_save)
-    config = getattr(peft, kind.config)(task_type=_TASK_TYPES.get(request.model.task), **given)
+    config = getattr(peft, kind.config)(task_type=TASK_TYPES.get(request.model.task), **given)
     return {name: _plain(value) for name, value in config.to_dict().items() if value is not None}
 
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 _FP8_FROM = (8, 9)  # compute capability that has float8 (torchao/optim/subclass_fp8.py)
 _WHOLE_MATRICES = ("galore-", "apollo-")  # they project the gradient of a whole matrix
+_FSDP = ("fsdp1", "fsdp2", "hsdp")
 _CUTS = ("zero1", "zero2", "zero3", "fsdp1", "fsdp2", "hsdp")  # where a rank steps a part of a parameter
 
 
@@ -52,6 +53,11 @@ def refuse(request: Request) -> None:
         raise UserError(
             f"--optimizer {asked} with --strategy {request.strategy}: it projects whole gradients, a rank has parts",
             "Use --strategy ddp, or another optimizer",
+        )
+    if entry.library == "bitsandbytes" and request.strategy in _FSDP and "optimizer" in request.offload:
+        raise UserError(
+            f"--optimizer {asked} with --strategy {request.strategy} --offload optimizer: it steps tensors of the GPU only",
+            "Use --optimizer adamw",
         )
     capability = request.device.compute_capability
     if entry.name.endswith("-fp8") and capability is not None and capability < _FP8_FROM:

@@ -40,6 +40,9 @@ def add_commands(commands: Any) -> None:
     answer = parser.add_argument_group("the answer")
     objectives = "throughput (default), memory, cost: GPU-seconds, also with fewer GPUs, quality-first"
     answer.add_argument("--objective", metavar="O", default="throughput", help=objectives)
+    frontier = "the frontier instead of a ranking: the fastest, then what is fastest with less memory, and so on"
+    answer.add_argument("--pareto", action="store_true", help=frontier)
+    answer.add_argument("--figure", metavar="FILE", help="draw the rows: speed against memory; .png or .svg")
     answer.add_argument("--top", type=int, metavar="N", default=3, help="rows (default: 3)")
     answer.add_argument("--json", action="store_true", help="print plan.json; sizes in bytes, times in seconds")
     answer.add_argument("--write", metavar="DIR", help="make a folder with the first row's configuration files and plan.json")
@@ -56,8 +59,10 @@ def run_plan(args: argparse.Namespace) -> int:
 
     from ..engines.write import check_folder, check_stack
     from ..progress import progress
+    from ..show.cli import check_figure
     from ..trace.source import TraceSource
     from .api import make_plan
+    from .frontier import frontier
     from .table import WIDTH, render
 
     if args.top < 1:
@@ -65,15 +70,27 @@ def run_plan(args: argparse.Namespace) -> int:
     if args.write:
         check_folder(args.write, force=args.force)  # said before the work, not after it
         check_stack(args.stack)
+    if args.figure:
+        check_figure(args.figure)
+    if args.pareto and args.objective != "throughput":
+        raise UserError(f"--pareto with --objective {args.objective}: the frontier has both ends", "Leave one of them out")
     wanted, bases = asked(args)  # settles MODEL, too
     with progress(f"recording one step of {args.model}", enabled=not args.json) as say:
         traces = TraceSource()
-        plan = make_plan(bases, wanted, traces, top=args.top, say=say)
+        if args.pareto:
+            plan = frontier(bases, wanted, traces, say=say)
+        else:
+            plan = make_plan(bases, wanted, traces, top=args.top, say=say)
     if args.json:
         print(plan.text(), end="")
     else:
         width = shutil.get_terminal_size((WIDTH, 24)).columns if sys.stdout.isatty() else WIDTH
         print(render(plan, max(width, 60)))
+    if args.figure and plan.best is not None:
+        from ..show.figure import write_frontier
+
+        write_frontier(args.figure, plan)
+        print(f"wrote {args.figure}", file=sys.stderr)
     if args.write and plan.best is not None:
         from .write import write_plan
 

@@ -13,6 +13,7 @@ WIDTH = 100
 _OBJECTIVE = {
     "throughput": "fastest first",
     "memory": "least memory first",
+    "pareto": "the frontier: fastest first, each next row with less memory",
     "cost": "fewest GPU-seconds first",
     "quality-first": "what gives up least first, then the fastest",
 }

@@ -54,13 +54,23 @@ def run_report(args: argparse.Namespace) -> int:
 
 def check_options(args: argparse.Namespace) -> None:
     """Raises UserError for a file that could not be written: before the work, not after it."""
+    if args.figure:
+        check_figure(args.figure)
+    if args.html:
+        _check_folder(args.html)
+
+
+def check_figure(path: str) -> None:
+    """Raises UserError for a picture that could not be written."""
     from ..study.figure import kind_of
 
-    if args.figure:
-        kind_of(args.figure)
-    for path in filter(None, (args.html, args.figure)):
-        if not os.path.isdir(os.path.dirname(path) or "."):
-            raise UserError(f"cannot write {path!r}: there is no such folder", "Choose a folder that exists")
+    kind_of(path)
+    _check_folder(path)
+
+
+def _check_folder(path: str) -> None:
+    if not os.path.isdir(os.path.dirname(path) or "."):
+        raise UserError(f"cannot write {path!r}: there is no such folder", "Choose a folder that exists")
 
 
 def read(path: str, row: int = 1) -> tuple[Request, Plan | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ...errors import CannotTell
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
     from ..ledger import Ledger
     from ..prediction import Prediction
+    from ..search.plan import Plan
 
 SHORT = {"init": "start", "forward": "forward", "backward": "backward", "step": "optimizer"}
 _NARROW = 0.05  # of the width: a stretch below it is not named
@@ -80,17 +82,56 @@ def _mark_peak(axes: Any, run: Course, unit: int, name: str) -> None:
     )  # fmt: skip
 
 
+def draw_frontier(plan: Plan) -> Figure:
+    """Speed against memory of a plan's rows, numbered as in its table."""
+    try:
+        from matplotlib.figure import Figure as NewFigure
+    except ImportError as error:
+        raise CannotTell("drawing needs matplotlib: pip install matplotlib. Without --figure no picture is drawn") from error
+    rows = [(n, c) for n, c in enumerate(plan.candidates, 1) if c.tokens_per_s is not None]
+    figure = NewFigure(figsize=(8, 4.6), layout="constrained")
+    axes: Any = figure.add_subplot()
+    x, y = [c.reserved_peak_bytes / GiB for _, c in rows], [c.tokens_per_s or 0.0 for _, c in rows]
+    if plan.objective == "pareto":
+        axes.step(x, y, where="pre", color="#999999", linestyle=":")
+    axes.scatter(x, y, color="#0072B2", zorder=3)
+    for number, c in rows:
+        at = (c.reserved_peak_bytes / GiB, c.tokens_per_s or 0.0)
+        axes.annotate(str(number), at, (0, 6), textcoords="offset points", ha="center", fontsize=9, fontweight="bold")
+    usable = plan.usable_bytes / GiB
+    axes.axvline(usable, color="black", linestyle="--", linewidth=1)
+    axes.annotate(f"what PyTorch can have: {usable:.1f} GiB", (usable, 0.02), (-4, 0), ("data", "axes fraction"),
+                  "offset points", rotation=90, ha="right", va="bottom", fontsize=8)  # fmt: skip
+    axes.set_xlim(0, 1.05 * usable)
+    axes.set_ylim(0, 1.15 * max(y, default=1.0))
+    axes.set_xlabel("held by PyTorch on each GPU (GiB)")
+    axes.set_ylabel(f"{'samples' if plan.counts_samples else 'tokens'} a second, all GPUs")
+    axes.set_title(f"{plan.question['model']}, {plan.question['gpus']} x {plan.gpu}", fontsize=11)
+    axes.spines[["top", "right"]].set_visible(False)
+    names = "\n".join(f"{n}  {c.name}, batch {c.micro_batch_size} x {c.grad_accum_steps}" for n, c in rows)
+    figure.supxlabel(names, fontsize=8, x=0.02, ha="left")
+    return figure
+
+
 def picture(prediction: Prediction, ledger: Ledger, kind: str) -> bytes:
     """The bytes of a PNG or SVG file."""
+    return _saved(lambda: draw(prediction, ledger), kind)
+
+
+def _saved(drawn: Callable[[], Figure], kind: str) -> bytes:
     import matplotlib
 
     stream = io.BytesIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "memplan"}):
         # no date and a fixed salt: one answer is one file, byte for byte
         metadata = {"Date": None} if kind == "svg" else {"Software": None}
-        draw(prediction, ledger).savefig(stream, format=kind, dpi=150, metadata=metadata)
+        drawn().savefig(stream, format=kind, dpi=150, metadata=metadata)
     return stream.getvalue()
 
 
 def write_figure(path: str, prediction: Prediction, ledger: Ledger) -> None:
     write_for_user(path, picture(prediction, ledger, kind_of(path)))
+
+
+def write_frontier(path: str, plan: Plan) -> None:
+    write_for_user(path, _saved(lambda: draw_frontier(plan), kind_of(path)))

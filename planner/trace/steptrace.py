@@ -187,7 +187,14 @@ class StepTrace:
     def num_params(self) -> int:
         """Weights of the model; two to a byte where they are packed in 4 bits, eight to a number in GPTQ's tables."""
         packed = sum(8 * b.numel for b in self.buffers if b.fqn.endswith(".qweight"))
-        return packed + sum(p.numel * (2 if p.dtype == "uint8" else 1) for p in self.params)
+        storage = (self.options.get("adapter") or {}).get("quant_storage")  # 4-bit weights as elements of that dtype, for FSDP
+
+        def weights(p: TensorSlot) -> int:
+            if p.dtype == storage and not p.requires_grad and p.shape[1:] == (1,):
+                return p.numel * 2 * ITEMSIZE[p.dtype]
+            return p.numel * (2 if p.dtype == "uint8" else 1)
+
+        return packed + sum(weights(p) for p in self.params)
 
     @property
     def flops(self) -> int:

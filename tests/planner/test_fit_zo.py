@@ -78,6 +78,13 @@ def test_the_command_fills_in_the_groups(capsys):
     assert json.loads(capsys.readouterr().out)["question"]["zo"]["zo_data"] == 2
 
 
+def test_zo2_on_several_gpus_says_that_all_but_one_stay_idle(capsys):
+    assert command_line.main([*BASE, "--method", "zo2", "--gpus", "4", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["question"]["gpus"] == 1
+    assert "ZO2 runs on one GPU: 3 of the 4 stay idle. --method distzo2 uses them" in answer["assumptions"]
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -87,7 +94,6 @@ def test_the_command_fills_in_the_groups(capsys):
         ("--method mezo --lora-rank 4", "--lora-rank with --method mezo: it belongs to adapters"),
         ("--method zo2 --zo-offload-blocks some", "--zo-offload-blocks some: expected a number or all"),
         ("--method zo2 --zo-pert 3", "--zo-pert 3: a step has two perturbed forwards. Use 1 or 2"),
-        ("--method zo2 --gpus 2", "--gpus 2: ZO2 runs on one GPU. Use --method distzo2"),
         ("--method distzo2 --gpus 3 --zo-pert 2", "An odd number of GPUs has no pairs: use --zo-pert 1"),
         ("--method distzo2 --gpus 2 --zo-slice", "there is no NVLink"),
         ("--method zo2 --zo-offload-blocks 5", "--zo-offload-blocks 5: the model has 4 blocks. Leave it out for all of them"),
