@@ -27,6 +27,8 @@ GIB = 2**30
 HEAD = ("", "best", "median", "CPU time", "target", "")
 FIT_8B = ("fit", "meta-llama/Llama-3.1-8B", "--gpu", "rtx-4090", "--micro-batch", "1", "--seq", "2048")
 FIT_405B = ("fit", "meta-llama/Llama-3.1-405B", "--gpu", "h200", "--micro-batch", "1", "--seq", "2048")
+PLAN_8B = ("plan", "meta-llama/Llama-3.1-8B", "--gpu", "h100-80gb", "--gpus", "8", "--seq", "4096", "--global-batch", "64")
+PLAN_405B = ("plan", "meta-llama/Llama-3.1-405B", "--gpu", "h100-80gb", "--gpus", "64", "--nodes", "8", "--seq", "4096")
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,11 @@ def measure(say: Any) -> tuple[list[Figure], dict[str, Any]]:
         wholes = [memplan(FIT_8B, known) for _ in range(RUNS)]
         say("Llama-3.1-405B, nothing cached")
         larges = [memplan(FIT_405B, cache) for cache in cold_405b]
+        say("plans for Llama-3.1-8B on 8 GPUs and 405B on 64")
+        plans = [memplan(PLAN_8B, Path(tempfile.mkdtemp(dir=folder))) for _ in range(RUNS)]
+        memplan(PLAN_8B, known)
+        known_plans = [memplan(PLAN_8B, known) for _ in range(RUNS)]
+        large_plans = [memplan(PLAN_405B, Path(tempfile.mkdtemp(dir=folder)))]
         say("one step of Llama-3.1-8B: the allocator, memplan's trace, MemTracker (half a minute)")
         script = str(Path(__file__).with_name("one_step.py"))
         replays = [json.loads(run([script, "replay"], known).output) for _ in range(RUNS)]
@@ -122,6 +129,9 @@ def measure(say: Any) -> tuple[list[Figure], dict[str, Any]]:
         _wall("Llama-3.1-8B, verdict from the cache (`--no-advice`)", verdicts, 0.5),
         _wall("Llama-3.1-8B, whole answer from the cache", wholes, 2.0),
         _wall("Llama-3.1-405B, whole answer, nothing cached", larges, 10.0),
+        _wall("plan for Llama-3.1-8B on 8 GPUs, nothing cached", plans, 10.0),
+        _wall("plan for Llama-3.1-8B on 8 GPUs, from the cache", known_plans, 3.0),
+        _wall("plan for Llama-3.1-405B on 64 GPUs, nothing cached", large_plans, 20.0),
         Figure("allocator replay", "events/s", tuple(r["events_per_s"] for r in replays), 100_000, more_is_better=True),
         Figure("MemTracker's CPU time over memplan's", "x", ratios, 10.0, more_is_better=True),
     ]
@@ -165,6 +175,8 @@ transformers {around["transformers"]}, memplan {around["memplan"]}. {RUNS} runs 
 - The 8B question is `memplan {" ".join(FIT_8B)}`;
   it does not fit, so the whole answer holds remedies.
 - The 405B question is `memplan {" ".join(FIT_405B)}`.
+- The plans are `memplan {" ".join(PLAN_8B)}`
+  and `memplan {" ".join(PLAN_405B)}` (one run).
 - The replay plays the {detail["replay_events"]:,} events of two steps of Llama-3.1-8B through the caching allocator.
 - MemTracker is `torch.distributed._tools.mem_tracker.MemTracker` under `FakeTensorMode` on a fake CPU, around forward,
   backward and AdamW of the same Llama-3.1-8B (bf16, 1 x 2048): {theirs:.1f} CPU seconds. memplan builds the model, records
