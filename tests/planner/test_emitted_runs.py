@@ -173,6 +173,7 @@ def test_a_folder_for_the_trainer_trains(models, tmp_path):
     assert not read_written(folder).changed()
 
 
+@pytest.mark.slow
 def test_a_trained_folder_reads_a_text_file(models, tmp_path):
     tokenizers = pytest.importorskip("tokenizers")
     folder = written(models, tmp_path / "run", precision="fp32")

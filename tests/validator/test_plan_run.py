@@ -147,6 +147,7 @@ def test_a_program_that_raises_is_an_outcome(model, tmp_path):
     assert found.reason == "the run raised ValueError: no such table"
 
 
+@pytest.mark.slow
 def test_a_program_that_hangs_is_stopped(model, tmp_path):
     place = with_program(written(model, tmp_path / "run"), "import time\n\n\ndef waits():\n    time.sleep(600)\n\n\nwaits()\n")
     found = launch(read_written(place), "cpu", [], timeout_s=12)[0]
