@@ -66,11 +66,15 @@ def error_bars(request: Request) -> tuple[ErrorBar, ...]:
 def in_words(bars: Sequence[ErrorBar]) -> str:
     """A sentence for the report; "" where nothing is known."""
     name = {"allocated": "allocated", "reserved": "reserved", "device": "nvidia-smi"}
-    parts = [f"{name[b.figure]} within {_percent(b.median)} and {_percent(b.p90)} ({b.num_rows})" for b in bars]
-    if not parts:
-        return ""
-    whose = "runs validated here" if all(b.own for b in bars) else "measured runs like this"
-    return f"of half and of nine in ten {whose} (their number): {', '.join(parts)}"
+    parts = []
+    for bar in bars:
+        whose = "runs validated here" if bar.own else "measured runs like this"
+        first = not parts
+        what = f"{name[bar.figure]} was off by" if first else f"{name[bar.figure]} by"
+        half = f"{_percent(bar.median)} at the median" if first else _percent(bar.median)
+        most = f"{_percent(bar.p90)} in nine of ten" if first else _percent(bar.p90)
+        parts.append(f"{what} {half}, {most} ({bar.num_rows}{f' {whose}' if first or bar.own else ''})")
+    return "; ".join(parts)
 
 
 def _percent(share: float) -> str:
