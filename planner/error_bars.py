@@ -66,7 +66,7 @@ def error_bars(request: Request) -> tuple[ErrorBar, ...]:
 def in_words(bars: Sequence[ErrorBar]) -> str:
     """A sentence for the report; "" where nothing is known."""
     name = {"allocated": "allocated", "reserved": "reserved", "device": "nvidia-smi"}
-    parts = []
+    parts: list[str] = []
     for bar in bars:
         whose = "runs validated here" if bar.own else "measured runs like this"
         first = not parts
