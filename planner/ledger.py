@@ -89,6 +89,21 @@ class LedgerBuilder:
         self._iteration.append(self.now_iteration)
         self._label.append(self._labels.setdefault(label, len(self._labels)))
 
+    def mark(self) -> tuple[int, int]:
+        """Where the ledger stands: rows and blocks so far."""
+        return len(self._block), len(self._births)
+
+    def repeat(self, since: tuple[int, int], until: tuple[int, int]) -> None:
+        """Writes the rows between two marks once more, now, with new blocks: what was born between them must have died there."""
+        (start, first), (stop, last) = since, until
+        shift = len(self._births) - first
+        self._births += self._births[first:last]
+        self._block += [block + shift for block in self._block[start:stop]]
+        self._delta += self._delta[start:stop]
+        self._label += self._label[start:stop]
+        self._phase += [self.now_phase] * (stop - start)
+        self._iteration += [self.now_iteration] * (stop - start)
+
     def finish(self, describe: Callable[[Any], tuple[str, str]]) -> Ledger:
         births = np.array(self._births, np.int64).reshape(-1, 4)
         block = np.array(self._block, np.int32)

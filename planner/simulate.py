@@ -6,7 +6,7 @@ The core knows no strategy: it turns the trace's events into blocks, expands abs
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -104,6 +104,7 @@ class Simulation:
         self._packed: dict[tuple[int, int], tuple[Block | None, int]] = {}
         self._workspaces: dict[Any, Block] = {}
         self._program = _Program(trace, strategy)
+        self._repeatable: dict[Hashable, tuple[tuple[int, int], tuple[int, int]]] = {}  # marks of the ledger
         self._batch: list[Block] = []
         self._held: list[Block] = []  # outputs of the last forward, where the loop holds them
         self._leftover: list[Block] = []  # the loss and what else the step leaves
@@ -153,6 +154,16 @@ class Simulation:
 
     def free(self, block: Block) -> None:
         self._ledger.free(block.id, ("", "free"))
+
+    def once_more(self, key: Hashable, make: Callable[[], None]) -> None:
+        """Calls `make` the first time, and writes the same rows again later; what it makes it drops, and it enqueues no work."""
+        marks = self._repeatable.get(key)
+        if marks is not None:
+            self._ledger.repeat(*marks)
+            return
+        since = self._ledger.mark()
+        make()
+        self._repeatable[key] = since, self._ledger.mark()
 
     def enqueue(
         self,

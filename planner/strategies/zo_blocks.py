@@ -9,7 +9,7 @@ Models zo2/optimizer/mezo_sgd/{zo,zo2}.py and zo2/model/huggingface/opt/mezo_sgd
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from ...errors import UserError
 from ..ledger import DEFAULT_STREAM, Component, Tier
@@ -34,23 +34,7 @@ def perturb(sim: Simulation, params: Iterable[TensorSlot]) -> int:
     Live at once: z, c * z and c * z * eps, so 3 times the parameter; the last z stays until the next one is drawn.
     Returns its ticket; -1: nothing to do.
     """
-    old, nbytes, ops = None, 0, 0
-    for param in params:
-        if not param.requires_grad:
-            continue
-        z = _like(sim, param, "perturbation z")
-        if old is not None:
-            sim.free(old)
-        scaled = _like(sim, param, "c * z")
-        product = _like(sim, param, "c * z * eps")
-        sim.free(scaled)
-        sim.free(product)
-        old = z
-        nbytes += _PERTURB_PASSES * param.nbytes
-        ops += _PERTURB_OPS
-    if old is not None:
-        sim.free(old)
-    return sim.enqueue(ARITHMETIC, nbytes, ops=ops) if nbytes else -1
+    return _pass(sim, params, _perturb_one, _PERTURB_PASSES, _PERTURB_OPS)
 
 
 def update(sim: Simulation, params: Iterable[TensorSlot]) -> int:
@@ -58,26 +42,57 @@ def update(sim: Simulation, params: Iterable[TensorSlot]) -> int:
 
     Live at once: z, both products and their sum, 4 times the parameter.  Returns its ticket; -1: nothing to do.
     """
-    old, nbytes, ops = None, 0, 0
-    for param in params:
-        if not param.requires_grad:
-            continue
-        z = _like(sim, param, "perturbation z")
-        if old is not None:
-            sim.free(old)
-        gradient = _like(sim, param, "g * z")
-        decay = _like(sim, param, "weight decay")
-        both = _like(sim, param, "g * z + wd * p")
-        sim.free(gradient)
-        sim.free(decay)
-        sim.run_temporary(param.nbytes, "lr * (...)")
-        sim.free(both)
-        old = z
-        nbytes += _UPDATE_PASSES * param.nbytes
-        ops += _UPDATE_OPS
+    return _pass(sim, params, _update_one, _UPDATE_PASSES, _UPDATE_OPS)
+
+
+def _pass(
+    sim: Simulation,
+    params: Iterable[TensorSlot],
+    one: Callable[[Simulation, TensorSlot, Block | None], Block],
+    passes: int,
+    ops: int,
+) -> int:
+    """`one` takes a parameter and the last z, which it drops once it has drawn its own; returns that."""
+    trained = [param for param in params if param.requires_grad]
+
+    def walk() -> None:
+        z: Block | None = None
+        for param in trained:
+            z = one(sim, param, z)
+        if z is not None:
+            sim.free(z)
+
+    sim.once_more((one, *[param.fqn for param in trained]), walk)
+    nbytes = sum(param.nbytes for param in trained)
+    return sim.enqueue(ARITHMETIC, passes * nbytes, ops=ops * len(trained)) if nbytes else -1
+
+
+def _perturb_one(sim: Simulation, param: TensorSlot, old: Block | None) -> Block:
+    z = _drawn(sim, param, old)
+    scaled = _like(sim, param, "c * z")
+    product = _like(sim, param, "c * z * eps")
+    sim.free(scaled)
+    sim.free(product)
+    return z
+
+
+def _update_one(sim: Simulation, param: TensorSlot, old: Block | None) -> Block:
+    z = _drawn(sim, param, old)
+    gradient = _like(sim, param, "g * z")
+    decay = _like(sim, param, "weight decay")
+    both = _like(sim, param, "g * z + wd * p")
+    sim.free(gradient)
+    sim.free(decay)
+    sim.run_temporary(param.nbytes, "lr * (...)")
+    sim.free(both)
+    return z
+
+
+def _drawn(sim: Simulation, param: TensorSlot, old: Block | None) -> Block:
+    z = _like(sim, param, "perturbation z")
     if old is not None:
         sim.free(old)
-    return sim.enqueue(ARITHMETIC, nbytes, ops=ops) if nbytes else -1
+    return z
 
 
 def _like(sim: Simulation, param: TensorSlot, what: str) -> Block:

@@ -187,6 +187,8 @@ def _curves() -> dict[tuple[int, tuple[int, int] | None, int, int], CollectiveCu
 
 def host_copy_bytes_per_s(group: Group, direction: str = "h2d") -> float:
     """What each GPU gets when all GPUs of a node copy to or from the host at once: PCIe switches and sockets are shared."""
+    if group.per_node == 1:  # the way to the host is its own, and as fast as its slower direction (`hardware.topology`)
+        return min(group.device.h2d_bytes_per_s, group.device.d2h_bytes_per_s)
     from ...hardware.topology import concurrent_host_bytes_per_s
 
     alone = group.device.h2d_bytes_per_s if direction == "h2d" else group.device.d2h_bytes_per_s
