@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from . import __version__
 from .errors import CannotTell, UserError
 
+os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")  # looking for them reads every installed package's metadata
 EXIT_UNKNOWN = 2  # bad input or a missing part: no verdict
 
 

@@ -45,7 +45,7 @@ def fits(
     """
     from .advice import advise
     from .predict import predict
-    from .recompute.selective import chosen
+    from .recompute.choice import chosen
     from .trace.source import TraceSource
 
     source = traces or TraceSource()

@@ -121,7 +121,7 @@ def _write(folder: str, request: Request, prediction: Prediction, *, force: bool
 
 def _predict(args: argparse.Namespace, say: Any) -> tuple[Request, Prediction]:
     from .predict import predict
-    from .recompute.selective import chosen
+    from .recompute.choice import chosen
     from .trace.source import TraceSource
 
     source = TraceSource()

@@ -10,8 +10,8 @@ with; the components of a tier sum to its live bytes after every row; live bytes
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -52,6 +52,20 @@ class Tier(enum.IntEnum):
 DEFAULT_STREAM = 0
 
 
+@dataclass(slots=True)
+class _Closed:
+    """Rows `start` to `stop`, whose blocks are `first` to `last`; `labels`: those of the rows, by the names in them."""
+
+    number: int
+    start: int
+    stop: int
+    first: int
+    last: int
+    names: tuple[str, ...]
+    keys: list[Any]  # of the labels
+    labels: dict[tuple[str, ...], list[int]] = field(default_factory=dict)
+
+
 class LedgerBuilder:
     """Collects rows; `finish()` makes the ledger."""
 
@@ -65,6 +79,8 @@ class LedgerBuilder:
         self._label: list[int] = []
         self._births: list[tuple[int, int, int, int]] = []  # of each block: bytes, component, tier, stream
         self._labels: dict[Any, int] = {}
+        self._closed: dict[Hashable, _Closed] = {}
+        self._repeats: list[tuple[int, int, int]] = []
 
     def __len__(self) -> int:
         return len(self._block)
@@ -89,20 +105,44 @@ class LedgerBuilder:
         self._iteration.append(self.now_iteration)
         self._label.append(self._labels.setdefault(label, len(self._labels)))
 
-    def mark(self) -> tuple[int, int]:
-        """Where the ledger stands: rows and blocks so far."""
-        return len(self._block), len(self._births)
+    def closed(self, key: Hashable, names: Sequence[str], make: Callable[[], None]) -> None:
+        """Rows that leave nothing behind: what is born in them dies in them, before any other.
 
-    def repeat(self, since: tuple[int, int], until: tuple[int, int]) -> None:
-        """Writes the rows between two marks once more, now, with new blocks: what was born between them must have died there."""
-        (start, first), (stop, last) = since, until
-        shift = len(self._births) - first
-        self._births += self._births[first:last]
+        `make` writes them the first time; the next time that a `key` comes, the same rows are written with new blocks, and
+        with the names of now for those of then in their labels, which are then all of the form (name, what).
+        """
+        known = self._closed.get(key)
+        if known is None:
+            start, first = len(self._block), len(self._births)
+            make()
+            keys, written = list(self._labels), self._label[start:]
+            made = _Closed(len(self._closed), start, len(self._block), first, len(self._births), tuple(names), keys)
+            made.labels[made.names] = written
+            self._closed[key] = made
+            self._repeats.append((start, made.stop, made.number))
+            return
+        start, stop = known.start, known.stop
+        shift = len(self._births) - known.first
+        self._births += self._births[known.first : known.last]
+        self._repeats.append((len(self._block), len(self._block) + stop - start, known.number))
         self._block += [block + shift for block in self._block[start:stop]]
         self._delta += self._delta[start:stop]
-        self._label += self._label[start:stop]
         self._phase += [self.now_phase] * (stop - start)
         self._iteration += [self.now_iteration] * (stop - start)
+        labels = known.labels.get(tuple(names))
+        if labels is None:
+            labels = known.labels[tuple(names)] = self._renamed(known, names)
+        self._label += labels
+
+    def _renamed(self, known: _Closed, names: Sequence[str]) -> list[int]:
+        """The labels of closed rows, under other names."""
+        now = dict(zip(known.names, names, strict=True))
+        then = known.labels[known.names]
+        found = {}
+        for label in dict.fromkeys(then):
+            name, what = known.keys[label]
+            found[label] = self._labels.setdefault((now.get(name, name), what), len(self._labels))
+        return [found[label] for label in then]
 
     def finish(self, describe: Callable[[Any], tuple[str, str]]) -> Ledger:
         births = np.array(self._births, np.int64).reshape(-1, 4)
@@ -117,6 +157,7 @@ class LedgerBuilder:
             iteration=np.array(self._iteration, np.int16),
             label=np.array(self._label, np.int32),
             labels=tuple(describe(key) for key in self._labels),
+            repeats=tuple(self._repeats),
         )
 
 
@@ -133,6 +174,8 @@ class Ledger:
     iteration: np.ndarray
     label: np.ndarray
     labels: tuple[tuple[str, str], ...]
+    repeats: tuple[tuple[int, int, int], ...] = ()
+    """(start, stop, number) of row ranges, in order: what is born in one dies in it, and equal numbers are equal rows."""
 
     def __len__(self) -> int:
         return len(self.block)

@@ -45,7 +45,7 @@ def predict(request: Request, traces: TraceSource) -> Prediction:
 
 def predict_with_ledger(request: Request, traces: TraceSource) -> tuple[Prediction, Ledger | None]:
     """The answer, and the ledger that it was read from; None where there is no answer."""
-    from .recompute.selective import resolved
+    from .recompute.choice import resolved
 
     try:
         request.check()
@@ -226,14 +226,18 @@ def replay_ledger(
     rows = ledger.rows()
     delta = ledger.delta_bytes[rows]
     block = ledger.block[rows]
-    born = np.zeros(len(block), np.int8)
-    _, first = np.unique(block, return_index=True)
-    born[first] = 1
+    first = np.empty(int(block.max(initial=-1)) + 1, np.intp)
+    first[block[::-1]] = np.arange(len(block))[::-1]  # of what is assigned twice the last stays
+    is_free = np.ones(len(block), np.int8)
+    is_free[first[block]] = 0
+    repeats = np.array(ledger.repeats, np.intp).reshape(-1, 3)
+    repeats[:, :2] = np.searchsorted(rows, repeats[:, :2])
     return replay_stream(
-        (1 - born).tolist(),
+        is_free.tolist(),
         np.abs(delta).tolist(),
         block.tolist(),
         ledger.stream[rows].tolist() if ledger.stream[rows].any() else None,
+        repeats=[(start, stop, number) for start, stop, number in repeats.tolist()],
         conf=conf or AllocConf(),
         limit_bytes=limit_bytes,
         with_series=with_series,

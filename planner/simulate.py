@@ -19,7 +19,7 @@ from .trace.steptrace import ITEMSIZE, EventKind, Pass, Phase, Role, StepTrace
 if TYPE_CHECKING:
     from .strategies.base import Run, Strategy
 
-_COMPONENT = {
+_COMPONENT: dict[int, Component] = {
     Role.BATCH: Component.ACTIVATION,
     Role.ACTIVATION: Component.ACTIVATION,
     Role.TEMP: Component.TEMP,
@@ -104,7 +104,6 @@ class Simulation:
         self._packed: dict[tuple[int, int], tuple[Block | None, int]] = {}
         self._workspaces: dict[Any, Block] = {}
         self._program = _Program(trace, strategy)
-        self._repeatable: dict[Hashable, tuple[tuple[int, int], tuple[int, int]]] = {}  # marks of the ledger
         self._batch: list[Block] = []
         self._held: list[Block] = []  # outputs of the last forward, where the loop holds them
         self._leftover: list[Block] = []  # the loss and what else the step leaves
@@ -155,15 +154,12 @@ class Simulation:
     def free(self, block: Block) -> None:
         self._ledger.free(block.id, ("", "free"))
 
-    def once_more(self, key: Hashable, make: Callable[[], None]) -> None:
-        """Calls `make` the first time, and writes the same rows again later; what it makes it drops, and it enqueues no work."""
-        marks = self._repeatable.get(key)
-        if marks is not None:
-            self._ledger.repeat(*marks)
-            return
-        since = self._ledger.mark()
-        make()
-        self._repeatable[key] = since, self._ledger.mark()
+    def closed(self, key: Hashable, names: Sequence[str], make: Callable[[], None]) -> None:
+        """Rows that leave nothing behind, see `LedgerBuilder.closed`: `make` is called the first time that `key` comes.
+
+        It drops all that it makes, enqueues no work, and depends on nothing but `key`, except for names of blocks.
+        """
+        self._ledger.closed(key, names, make)
 
     def enqueue(
         self,
@@ -325,7 +321,7 @@ class Simulation:
     def _from_trace(self, lane: int, storage: int, role: int, nbytes: int = -1) -> Block:
         program = self._program
         nbytes = program.nbytes[storage] if nbytes < 0 else nbytes
-        component = _COMPONENT[Role(role)]
+        component = _COMPONENT[role]
         if component is Component.TEMP and self.loop.keep_outputs and storage in program.outputs:
             component = Component.ACTIVATION  # the loop holds it beyond the pass
         block = Block(self._ledger.alloc(nbytes, component, program.birth_op[storage]), nbytes)

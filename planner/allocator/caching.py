@@ -9,7 +9,7 @@ Known limitations: no private pools (CUDA graphs, `torch.cuda.MemPool`), and no 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from ...errors import MemplanError
@@ -39,6 +39,19 @@ class Flush(NamedTuple):
     clock: int
     reserved_before_bytes: int
     reserved_after_bytes: int
+
+
+class Excursion(NamedTuple):
+    """How far events went that left the allocator as it was: the highest figures above those before, and the event of each.
+
+    Bytes; events counted from the first of them.
+    """
+
+    allocated: int
+    allocated_event: int
+    requested: int
+    requested_event: int
+    active: int
 
 
 class CachingAllocator:
@@ -237,6 +250,51 @@ class CachingAllocator:
             near.absorb_next()
             block = near
         pool.insert(block)
+
+    # ---------------------------------------------------------------- events that come again
+
+    @property
+    def is_memoryless(self) -> bool:
+        """Whether what an allocation does depends only on the free blocks, and not on ages or unmapped pages."""
+        return self._takes_best_fit
+
+    def free_memory(self) -> tuple[tuple[int, tuple[int, ...], tuple[int, ...]], ...]:
+        """Every free block, by stream.
+
+        It decides how events go that free only what they allocate: free blocks border on no other free memory of their
+        segment, so that what is cut from one merges with nothing but its own pieces.
+        """
+        return tuple((stream, tuple(small.keys), tuple(large.keys)) for stream, (small, large) in self._pools.items())
+
+    def excursion(self, play: Callable[[], bool], first_event: int) -> tuple[bool, Excursion]:
+        """What `play` returned, and how far it went beyond where the allocator stands."""
+        allocated, requested, active = self.allocated_bytes, self.requested_bytes, self.active_bytes
+        peaks = self.peak_allocated_bytes, self.peak_requested_bytes, self.peak_active_bytes
+        clocks = self.peak_allocated_clock, self.peak_requested_clock
+        self.peak_allocated_bytes, self.peak_requested_bytes, self.peak_active_bytes = allocated, requested, active
+        done = play()
+        found = Excursion(
+            self.peak_allocated_bytes - allocated, self.peak_allocated_clock - first_event,
+            self.peak_requested_bytes - requested, self.peak_requested_clock - first_event,
+            self.peak_active_bytes - active,
+        )  # fmt: skip
+        self.peak_allocated_bytes, self.peak_requested_bytes, self.peak_active_bytes = peaks
+        self.peak_allocated_clock, self.peak_requested_clock = clocks
+        self._reach(allocated, requested, active, found, first_event)
+        return done, found
+
+    def repeat(self, known: Excursion, first_event: int) -> None:
+        """The same again, from where the allocator stands now."""
+        self._reach(self.allocated_bytes, self.requested_bytes, self.active_bytes, known, first_event)
+
+    def _reach(self, allocated: int, requested: int, active: int, known: Excursion, first_event: int) -> None:
+        if allocated + known.allocated > self.peak_allocated_bytes:
+            self.peak_allocated_bytes = allocated + known.allocated
+            self.peak_allocated_clock = first_event + known.allocated_event
+        if requested + known.requested > self.peak_requested_bytes:
+            self.peak_requested_bytes = requested + known.requested
+            self.peak_requested_clock = first_event + known.requested_event
+        self.peak_active_bytes = max(self.peak_active_bytes, active + known.active)
 
     # ---------------------------------------------------------------- rarer paths
 

@@ -7,7 +7,7 @@ program is lowered by the difference and solved again, and where room is left ov
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,7 +20,7 @@ from ..prediction import Prediction
 from ..trace.steptrace import Phase
 from .blocks import Block, block_of, blocks_of, list_path
 from .milp import Moment, solve
-from .policy import PREFIX, Policy, is_selective, stated_limit
+from .policy import PREFIX, Policy, stated_limit
 
 if TYPE_CHECKING:
     from ..request import Request
@@ -59,25 +59,6 @@ class Selected:
             f"selective recompute: {words}; {share:.0%} of the time of a full one, {within}",
             f"the same again: --recompute {text}",
         )
-
-
-def resolved(request: Request, traces: TraceSource) -> Request:
-    """The question itself; with its best policy, and a note that says so, where it asks for `selective`.
-
-    Raises as `resolve` does.
-    """
-    if not is_selective(request.recompute):
-        return request
-    selected = resolve(request, traces)
-    return replace(selected.request, defaults=(*request.defaults, *selected.notes))
-
-
-def chosen(request: Request, traces: TraceSource) -> Request:
-    """As `resolved`; the question itself where that cannot tell, which the prediction then says."""
-    try:
-        return resolved(request, traces)
-    except CannotTell:
-        return request
 
 
 def resolve(request: Request, traces: TraceSource) -> Selected:

@@ -54,6 +54,8 @@ def _pass(
 ) -> int:
     """`one` takes a parameter and the last z, which it drops once it has drawn its own; returns that."""
     trained = [param for param in params if param.requires_grad]
+    if not trained:
+        return -1
 
     def walk() -> None:
         z: Block | None = None
@@ -62,8 +64,9 @@ def _pass(
         if z is not None:
             sim.free(z)
 
-    sim.once_more((one, *[param.fqn for param in trained]), walk)
-    nbytes = sum(param.nbytes for param in trained)
+    sizes = [param.nbytes for param in trained]
+    sim.closed((one, *sizes), [param.fqn for param in trained], walk)
+    nbytes = sum(sizes)
     return sim.enqueue(ARITHMETIC, passes * nbytes, ops=ops * len(trained)) if nbytes else -1
 
 
@@ -115,6 +118,7 @@ class BlockWalk:
         self._offloaded = range(count if wanted == "all" else wanted)
         self._last = count - 1
         self._slots: list[list[TensorSlot]] = []  # by block, in the order of named_parameters and buffers
+        self._sizes: list[list[int]] = []  # of the same, bytes on the host
         self._on_gpu: dict[int, list[Block]] = {}
         self._on_host: dict[int, list[Block]] = {}
         self._bucketed: set[int] = set()  # blocks whose first parameters have been replaced
@@ -147,6 +151,7 @@ class BlockWalk:
         for slot, block in zip(everything, home, strict=True):
             if block >= 0:
                 self._slots[block].append(slot)
+        self._sizes = [[self._host_bytes(slot) for slot in slots] for slots in self._slots]
         loaded = [self._host(sim, slot.nbytes, slot.fqn) for slot in everything]
         stream = LOAD_STREAM if self._settings.overlap else DEFAULT_STREAM
         for slot, kind, block, host in zip(everything, component, home, loaded, strict=True):
@@ -240,8 +245,8 @@ class BlockWalk:
             self._on_gpu[block] = self._upload_slice(sim, block, host, stream)
             return
         made = []
-        for slot, held in zip(slots, host, strict=True):
-            made.append(sim.alloc(Component.OFFLOAD_BUFFER, self._host_bytes(slot), slot.fqn, "uploaded", stream=stream))
+        for slot, nbytes, held in zip(slots, self._sizes[block], host, strict=True):
+            made.append(sim.alloc(Component.OFFLOAD_BUFFER, nbytes, slot.fqn, "uploaded", stream=stream))
             sim.free(held)
         if self._settings.amp:
             made = [self._widened(sim, slot, low, stream) for slot, low in zip(slots, made, strict=True)]
@@ -249,7 +254,7 @@ class BlockWalk:
 
     def _moved_bytes(self, block: int) -> int:
         """What this process copies: the block, or its slice of the flat block."""
-        total = sum(map(self._host_bytes, self._slots[block]))
+        total = sum(self._sizes[block])
         return total if self._ways == 1 else -(-total // (self._ways * self._itemsize(block))) * self._itemsize(block)
 
     def _copies(self, block: int) -> int:
@@ -330,7 +335,9 @@ class BlockWalk:
             if own is not None:
                 sim.free(own)
         else:
-            self._on_host[block] = [self._to_host(sim, self._host_bytes(slot), slot.fqn) for slot in slots]
+            self._on_host[block] = [
+                self._to_host(sim, nbytes, slot.fqn) for slot, nbytes in zip(slots, self._sizes[block], strict=True)
+            ]
         for gone in held:
             sim.free(gone)
 

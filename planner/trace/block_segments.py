@@ -164,7 +164,7 @@ def _reads_params(trace: StepTrace) -> list[bool]:
     """By call: whether an op in it, or in a call inside it, reads a parameter."""
     storages = np.array([p.storage for p in trace.params], np.int64)
     of_op = np.repeat(np.arange(trace.num_ops), np.diff(trace.op_input_start))
-    ops = np.unique(of_op[np.isin(trace.op_inputs, storages)])
+    ops = np.flatnonzero(np.bincount(of_op[np.isin(trace.op_inputs, storages)]))
     parents = trace.call_parent.tolist()
     found = [False] * len(parents)
     for call in trace.op_call[ops].tolist():
