@@ -27,6 +27,18 @@ GIB = 2**30
 HEAD = ("", "best", "median", "CPU time", "target", "")
 FIT_8B = ("fit", "meta-llama/Llama-3.1-8B", "--gpu", "rtx-4090", "--micro-batch", "1", "--seq", "2048")
 FIT_405B = ("fit", "meta-llama/Llama-3.1-405B", "--gpu", "h200", "--micro-batch", "1", "--seq", "2048")
+FIT_70B = (
+    "fit", "meta-llama/Llama-3.1-70B", "--gpu", "h100-80gb", "--gpus", "64", "--nodes", "8", "--strategy", "fsdp2",
+    "--recompute", "full",
+)  # fmt: skip
+FIT_ZO2 = (
+    "fit", "facebook/opt-175b", "--gpu", "a100-80gb", "--method", "zo2", "--precision", "fp16", "--micro-batch", "1",
+    "--seq", "2048",
+)  # fmt: skip
+STUDY = (
+    "study", "bert-large-uncased", "--gpu", "v100-16gb", "--gpus", "4", "--strategies", "zero0,zero1,zero2,zero3",
+    "--offload", "none,optimizer,optimizer+param",
+)  # fmt: skip
 PLAN_8B = ("plan", "meta-llama/Llama-3.1-8B", "--gpu", "h100-80gb", "--gpus", "8", "--seq", "4096", "--global-batch", "64")
 PLAN_405B = ("plan", "meta-llama/Llama-3.1-405B", "--gpu", "h100-80gb", "--gpus", "64", "--nodes", "8", "--seq", "4096")
 
@@ -110,15 +122,21 @@ def measure(say: Any) -> tuple[list[Figure], dict[str, Any]]:
         wholes = [memplan(FIT_8B, known) for _ in range(RUNS)]
         say("Llama-3.1-405B, nothing cached")
         larges = [memplan(FIT_405B, cache) for cache in cold_405b]
+        say("Llama-3.1-70B on 64 GPUs, OPT-175B by ZO2, and a study of BERT-Large, nothing cached")
+        sharded = [memplan(FIT_70B, _empty(folder)) for _ in range(RUNS)]
+        zo_caches = [_empty(folder) for _ in range(RUNS)]
+        zeroth_order = [memplan(FIT_ZO2, cache) for cache in zo_caches]
+        zo_verdicts = [memplan([*FIT_ZO2, "--no-advice"], zo_caches[0]) for _ in range(RUNS)]
+        studies = [memplan(STUDY, _empty(folder)) for _ in range(RUNS)]
         say("plans for Llama-3.1-8B on 8 GPUs and 405B on 64")
-        plans = [memplan(PLAN_8B, Path(tempfile.mkdtemp(dir=folder))) for _ in range(RUNS)]
+        plans = [memplan(PLAN_8B, _empty(folder)) for _ in range(RUNS)]
         memplan(PLAN_8B, known)
         known_plans = [memplan(PLAN_8B, known) for _ in range(RUNS)]
-        large_plans = [memplan(PLAN_405B, Path(tempfile.mkdtemp(dir=folder)))]
+        large_plans = [memplan(PLAN_405B, _empty(folder))]
         say("one step of Llama-3.1-8B: the allocator, memplan's trace, MemTracker (half a minute)")
         script = str(Path(__file__).with_name("one_step.py"))
         replays = [json.loads(run([script, "replay"], known).output) for _ in range(RUNS)]
-        empties = [Path(tempfile.mkdtemp(dir=folder)) for _ in range(RUNS)]  # the optimizer's rule is cached, too
+        empties = [_empty(folder) for _ in range(RUNS)]  # the optimizer's rule is cached, too
         ours = [json.loads(run([script, "memplan"], empty).output) for empty in empties]
         theirs = json.loads(run([script, "mem-tracker"], empties[0]).output)
     ratios = tuple(theirs["cpu_s"] / one["cpu_s"] for one in ours)
@@ -129,6 +147,10 @@ def measure(say: Any) -> tuple[list[Figure], dict[str, Any]]:
         _wall("Llama-3.1-8B, verdict from the cache (`--no-advice`)", verdicts, 0.5),
         _wall("Llama-3.1-8B, whole answer from the cache", wholes, 2.0),
         _wall("Llama-3.1-405B, whole answer, nothing cached", larges, 10.0),
+        _wall("Llama-3.1-70B on 64 GPUs under FSDP2, whole answer, nothing cached", sharded, 8.0),
+        _wall("OPT-175B by ZO2, whole answer, nothing cached", zeroth_order, 6.0),
+        _wall("OPT-175B by ZO2, verdict from the cache (`--no-advice`)", zo_verdicts, 0.5),
+        _wall("study of BERT-Large, 12 strategies, nothing cached", studies, 10.0),
         _wall("plan for Llama-3.1-8B on 8 GPUs, nothing cached", plans, 10.0),
         _wall("plan for Llama-3.1-8B on 8 GPUs, from the cache", known_plans, 3.0),
         _wall("plan for Llama-3.1-405B on 64 GPUs, nothing cached", large_plans, 20.0),
@@ -136,6 +158,11 @@ def measure(say: Any) -> tuple[list[Figure], dict[str, Any]]:
         Figure("MemTracker's CPU time over memplan's", "x", ratios, 10.0, more_is_better=True),
     ]
     return figures, {"memplan": ours, "mem_tracker": theirs, "replay_events": replays[0]["events"]}
+
+
+def _empty(folder: str) -> Path:
+    """A cache folder with nothing in it."""
+    return Path(tempfile.mkdtemp(dir=folder))
 
 
 def _wall(what: str, children: Sequence[Child], target_s: float) -> Figure:
@@ -175,6 +202,9 @@ transformers {around["transformers"]}, memplan {around["memplan"]}. {RUNS} runs 
 - The 8B question is `memplan {" ".join(FIT_8B)}`;
   it does not fit, so the whole answer holds remedies.
 - The 405B question is `memplan {" ".join(FIT_405B)}`.
+- The 70B question is `memplan {" ".join(FIT_70B)}`,
+  that of OPT-175B `memplan {" ".join(FIT_ZO2)}`,
+  the study `memplan {" ".join(STUDY)}`.
 - The plans are `memplan {" ".join(PLAN_8B)}`
   and `memplan {" ".join(PLAN_405B)}` (one run).
 - The replay plays the {detail["replay_events"]:,} events of two steps of Llama-3.1-8B through the caching allocator.
