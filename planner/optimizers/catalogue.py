@@ -110,13 +110,25 @@ def _aliases() -> dict[str, str]:
     return {alias: entry.name for entry in entries().values() for alias in entry.aliases}
 
 
+@functools.cache
+def _by_letters() -> dict[str, str]:
+    """Names without hyphens and capitals: libraries write adamw8bit, adamw_8bit and AdamW-8bit."""
+    found: dict[str, set[str]] = {}
+    for spelling, name in (*_aliases().items(), *zip(entries(), entries(), strict=True)):
+        found.setdefault(_letters(spelling), set()).add(name)
+    return {spelling: names.pop() for spelling, names in found.items() if len(names) == 1}
+
+
+def _letters(name: str) -> str:
+    return name.lower().replace("-", "").replace("_", "")
+
+
 def entry_of(name: str) -> Entry:
     """The entry called `name`, or by one of its other spellings.  Raises UserError."""
     known = entries()
-    if name in known:
-        return known[name]
-    if name in _aliases():
-        return known[_aliases()[name]]
+    found = name if name in known else _aliases().get(name) or _by_letters().get(_letters(name))
+    if found is not None:
+        return known[found]
     hint = did_you_mean(name, (*known, *_aliases()))
     raise UserError(f"--optimizer {name}: not known", f"{hint} `memplan optimizers list` shows all".strip())
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from memplan.errors import UserError
 from memplan.planner.ledger import Tier
 from memplan.planner.optimizers import cli
-from memplan.planner.optimizers.catalogue import TORCH_COPIES, entries, optimizer_rule, split_options
+from memplan.planner.optimizers.catalogue import TORCH_COPIES, entries, entry_of, optimizer_rule, split_options
 from memplan.planner.optimizers.flashoptim import AUTOTUNE_BUFFER, FlashOptim
 from memplan.planner.optimizers.rule import OptimizerTensor, StepEvents, StepKind
 
@@ -411,3 +411,16 @@ def test_two_lists_that_differ_in_names_only_are_two_questions():
     plain = OptimizerTensor(shape, "bfloat16", name="head.weight", module_class="Linear")
     assert projected == plain  # for caches of what names do not change
     assert state("galore-adamw", [projected], rank=4) < state("galore-adamw", [plain], rank=4) == 2 * 2 * 64 * 48
+
+
+@pytest.mark.parametrize(
+    ("written", "name"),
+    [
+        ("paged-adamw8bit", "paged-adamw-8bit"),
+        ("AdamW", "adamw"),
+        ("FlashAdamW", "flash-adamw"),
+        ("galore_adamw8bit", "galore-adamw-8bit"),
+    ],
+)
+def test_hyphens_and_capitals_do_not_matter(written, name):
+    assert entry_of(written).name == name
