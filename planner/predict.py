@@ -350,7 +350,8 @@ def _phases(ledger: Ledger, free: ReplayResult) -> dict[str, Moment]:
 def _assumptions(request: Request, trace: StepTrace) -> list[str]:
     said = [*request.defaults, *trace.assumptions, *said_of(request)]
     if request.has_backward:
-        if not _is_deepspeeds_own(request):  # its strategy names it
+        is_its_muon = request.optimizer == "muon" and request.strategy.startswith("zero")
+        if not _is_deepspeeds_own(request) and not is_its_muon:  # its strategy names it
             said.append(_optimizer_in_words(request, str(trace.options["target"])))
         said += request.loop.assumptions()
     if request.strategy in ("zero2", "zero3"):

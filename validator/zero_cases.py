@@ -55,6 +55,7 @@ _JSON_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 _OUTSIDE_OF_ZERO = {  # fields of DeepSpeedSettings that are no keys of `zero_optimization`
     "grad_accum_dtype", "communication_data_type", "bf16_master_weights_and_grads", "bf16_optimizer_states", "zero_init",
     "optimizer_groups", "aio_block_size", "aio_intra_op_parallelism", "zero_force_ds_cpu_optimizer",
+    "muon", "fp16_master_weights_and_grads",
 }  # fmt: skip
 
 
@@ -113,10 +114,14 @@ class ZeroCase:
         for key in ("bf16_master_weights_and_grads", "bf16_optimizer_states"):
             if key in changed:
                 found["bf16"][key] = changed[key]
+        if self.settings.fp16_master_weights_and_grads:
+            found["fp16"]["fp16_master_weights_and_grads"] = True
         if self.settings.grad_accum_dtype:
             found["data_types"] = {"grad_accum_dtype": _JSON_DTYPES[self.settings.grad_accum_dtype]}
         if self.settings.communication_data_type:
             found["communication_data_type"] = _JSON_DTYPES[self.settings.communication_data_type]
+        if self.settings.muon:
+            found["optimizer"] = {"type": "Muon", "params": {"lr": 0.01, "ns_method": self.settings.muon}}
         if not self.settings.zero_force_ds_cpu_optimizer:
             found["zero_force_ds_cpu_optimizer"] = False
         aio = {key.removeprefix("aio_"): changed[key] for key in changed if key.startswith("aio_")}
@@ -218,6 +223,35 @@ CASES: tuple[ZeroCase, ...] = (
     _case(2, "llama", 5_000, **_BF16_MASTERS, offload_optimizer=OffloadOptimizer(), own_adam=True, grad_accum_steps=2),
     _case(2, "t5", 5_000, parameter_alignment=True, offload_optimizer=OffloadOptimizer(), own_adam=True, world_size=3, rank=1),
     _case(2, "gpt2", 5_000, bf16_master_weights_and_grads=True, offload_optimizer=OffloadOptimizer(), own_adam=True, rank=1),
+    # -- Muon ------------------------------------------------------------------------------------------------------------
+    _case(2, "llama", 5_000, muon="gram", own_adam=True, rank=1, quick=True),
+    _case(2, "bert", muon="gram", own_adam=True, world_size=3, rank=1, grad_accum_steps=2, optimizer_groups="decay"),
+    _case(2, "gpt2", 3_000, muon="gram", own_adam=True, precision="fp32", grad_accum_steps=3),
+    _case(1, "gpt2", 5_000, muon="gram", own_adam=True, precision="fp16", world_size=8, rank=7, grad_accum_steps=2),
+    _case(1, "opt", 5_000, muon="standard", own_adam=True, precision="fp32", overlap_comm=True),
+    _case(2, "mixtral", 5_000, muon="standard", own_adam=True, round_robin_gradients=True, world_size=3, rank=2,
+          grad_accum_steps=2),
+    _case(2, "t5", 5_000, muon="standard", own_adam=True, precision="fp16", world_size=64, rank=63),
+    _case(1, "llama", 5_000, muon="gram", own_adam=True, parameter_alignment=True, world_size=3, rank=2),
+    _case(2, "llama", 5_000, muon="gram", own_adam=True, contiguous_gradients=False, rank=1),
+    _case(1, "llama", 5_000, muon="gram", own_adam=True, world_size=3, rank=1, iterations=3,
+          offload_optimizer=OffloadOptimizer()),
+    _case(2, "mixtral", 5_000, muon="standard", own_adam=True, world_size=3, rank=2, grad_accum_steps=2,
+          offload_optimizer=OffloadOptimizer()),
+    _case(2, "llama", 5_000, muon="gram", own_adam=True, **_BF16_MASTERS),
+    _case(3, "llama", 5_000, muon="gram", own_adam=True, reduce_scatter=False, rank=1, quick=True, **_TIGHT),
+    _case(3, "bert", 200_000, muon="gram", own_adam=True, reduce_scatter=False, communication_data_type=_FP32, world_size=3,
+          rank=2, grad_accum_steps=2, optimizer_groups="decay", **_TIGHT),
+    _case(3, "gpt2", muon="gram", own_adam=True, reduce_scatter=False, precision="fp16", zero_init=True, world_size=5, rank=4,
+          grad_accum_steps=2, **_TIGHT),
+    _case(3, "t5", muon="standard", own_adam=True, reduce_scatter=False, precision="fp32", sub_group_size=9_000, world_size=3,
+          rank=2, **_TIGHT),
+    _case(3, "opt", 5_000, muon="standard", own_adam=True, reduce_scatter=False, grad_accum_dtype=_FP32, world_size=64, rank=63,
+          iterations=3, **_TIGHT),
+    _case(3, "mixtral", 5_000, muon="gram", own_adam=True, reduce_scatter=False, offload_optimizer=OffloadOptimizer(),
+          offload_param=OffloadParam(), world_size=3, rank=1, grad_accum_steps=2, **_TIGHT),
+    _case(3, "llama", 200_000, muon="standard", own_adam=True, reduce_scatter=False, grad_accum_dtype=_FP32,
+          sub_group_size=20_000, offload_optimizer=OffloadOptimizer(), iterations=3, **_TIGHT),
     # -- stage 3 ---------------------------------------------------------------------------------------------------------
     _case(3, "llama", world_size=3, rank=1, overlap_comm=False, quick=True),
     _case(3, "bert", overlap_comm=False, iterations=3, **_TIGHT, quick=True),
@@ -236,6 +270,8 @@ CASES: tuple[ZeroCase, ...] = (
     _case(3, "llama", 5_000, communication_data_type=_FP32, grad_accum_dtype=_FP32, rank=1, grad_accum_steps=2, **_TIGHT),
     _case(3, "opt", 5_000, reduce_scatter=False, world_size=3, rank=2, grad_accum_dtype=_FP32, **_TIGHT),
     _case(3, "opt", 5_000, reduce_scatter=False, world_size=3, rank=1, **_TIGHT),
+    _case(3, "llama", 200_000, reduce_scatter=False, grad_accum_dtype=_FP32, **_TIGHT),
+    _case(3, "bert", 200_000, reduce_scatter=False, communication_data_type=_FP32, world_size=3, rank=2, **_TIGHT),
     _case(3, "gpt2", 5_000, contiguous_gradients=False, world_size=3, rank=1, grad_accum_steps=2, **_TIGHT),
     _case(3, "llama", zero_hpz_partition_size=2, world_size=4, rank=1, iterations=3, grad_accum_steps=2, **_TIGHT),
     _case(3, "bert", zero_hpz_partition_size=2, world_size=4, rank=3, iterations=3, **_knobs(1_000, 10**9, 10**9, 10_000)),

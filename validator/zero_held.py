@@ -120,11 +120,14 @@ def held_bytes(engine: Any, watched: Watched) -> dict[str, int]:
         ("offload_buffer", HOST, [*_named(wrapper, _STAGING), *_swap_buffers(wrapper)]),
         ("offload_buffer", "", [getattr(wrapper, "temp_grad_buffer_for_gpu_offload", None)]),
         ("param", param_at, [*params, *partitions, *_named(wrapper, ["bf16_groups_flat", "bit16_groups_flat"])]),
-        ("comm_buffer", "", [*gathered, *_buckets(wrapper), *watched.gathered.live()]),
+        ("comm_buffer", "", [
+            *gathered, *_buckets(wrapper), *watched.gathered.live(), *_named(wrapper, ["_muon_allgather_buffers"]),
+        ]),
         ("buffer", "", engine.module.buffers()),
         ("master_weight", "", masters[:on_gpu]),
         ("master_weight", optimizer_at, masters[on_gpu:]),
         ("optimizer_state", "", _flat(state.get(m) for m in masters[:on_gpu])),
+        ("optimizer_state", "", _named(wrapper, ["_muon_pending_momentum"])),
         ("optimizer_state", optimizer_at, _flat(state.values())),
         ("grad", optimizer_at, [
             *(getattr(m, "grad", None) for m in masters), *_named(wrapper, _PARTITIONED_GRADIENTS),

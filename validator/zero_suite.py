@@ -48,10 +48,13 @@ _NOT_PREDICTED = (
     "- `zero_quantized_weights`, `zero_quantized_nontrainable_weights`, `zero_quantized_gradients`: the quantizer needs CUDA;",
     "- `offload_optimizer.super_offload`: it asserts a GPU;",
     "- `stage3_module_granularity_threshold` above 0: the engine fails on the CPU. `leaf_module` says the same by names.",
-    "- Muon: its Newton-Schulz steps are compiled, and what they allocate is the compiler's choice.",
+    "- Muon at stage 0, and at stage 3 with its states on NVMe or partly on the GPU (`ratio`).",
     "",
     "Not modelled: ZenFlow, `offload_optimizer.fast_init`, 16-bit masters with an optimizer on NVMe,",
     "`fp16_master_weights_and_grads`, a `grad_accum_dtype` that is neither the model's nor fp32.",
+    "",
+    "Muon's updates are compiled on a GPU. The engine runs them here as they are written, and so they are predicted: their",
+    "temporaries are an upper bound there. What Muon keeps does not depend on it.",
     "",
     "Of leaf modules: the order in which DeepSpeed waits for several gathers is that of a Python set, and the least favourable",
     "is taken. A leaf module whose inputs all come by keyword fails in DeepSpeed itself. With frozen weights and recompute at",
@@ -128,7 +131,8 @@ def engine_case(case: ZeroCase, folder: Path) -> EngineCase:
         reference=str(folder / case.model), config=case.config(), precision=case.precision, batch_size=BATCH, seq_len=SEQ,
         frozen=case.frozen, world_size=case.world_size, rank=case.rank, grad_accum_steps=case.grad_accum_steps,
         groups=case.settings.optimizer_groups, iterations=case.iterations, recompute=case.recompute,
-        optimizer="deepspeed" if case.own_adam else "adamw", zero_init=case.settings.zero_init,
+        optimizer="config" if case.settings.muon else "deepspeed" if case.own_adam else "adamw",
+        zero_init=case.settings.zero_init,
     )  # fmt: skip
 
 

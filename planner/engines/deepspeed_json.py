@@ -104,8 +104,9 @@ def _precision(file: DeepSpeedFile, stage: int) -> None:
         _autocast(file, autocast, bf16.enabled or fp16.enabled)
     elif "precision" not in file.said and not uses_auto([file.data.get("bf16"), file.data.get("fp16")]):
         file.notes.append("neither bf16 nor fp16 is switched on here: without --precision, weights train as they are loaded")
-    if fp16.fp16_master_weights_and_grads:
-        file.not_modelled("fp16.fp16_master_weights_and_grads", True)
+    file.settings["fp16_master_weights_and_grads"] = fp16.fp16_master_weights_and_grads
+    if fp16.fp16_master_weights_and_grads and stage == 0:
+        raise file.wrong("fp16.fp16_master_weights_and_grads", True, "allowed at stages 1 to 3, and the stage is 0")
     file.settings["bf16_master_weights_and_grads"] = bf16.bf16_master_weights_and_grads
     file.settings["bf16_optimizer_states"] = bf16.bf16_optimizer_states
     if bf16.bf16_master_weights_and_grads and stage == 0:
@@ -191,6 +192,13 @@ def _optimizer(file: DeepSpeedFile, stage: int, offloaded: bool) -> None:
         raise file.wrong("optimizer.type", kind, 'ZeRO refuses it without "zero_allow_untested_optimizer": true')
     if offloaded and params.get("fp32_optimizer_states") is False:
         file.not_modelled("optimizer.params.fp32_optimizer_states", False)
+    if kind.lower() == "muon" and "muon" in FIELDS:
+        method = params.get("ns_method", "gram")
+        if method not in ("gram", "standard"):
+            raise file.wrong("optimizer.params.ns_method", method, "expected gram or standard")
+        file.settings["muon"] = method
+        if params.get("torch_adam") is True:
+            file.not_modelled("optimizer.params.torch_adam of Muon", True)
     key = "optimizer.type"
     if name in ("sgd", "rmsprop") and params.get("momentum") not in (None, 0, 0.0, AUTO):
         name += "-momentum"
@@ -201,7 +209,7 @@ def _optimizer(file: DeepSpeedFile, stage: int, offloaded: bool) -> None:
     file.said["optimizer"] = Said(name, key)
     from ..optimizers.traced import names
 
-    if name not in names():
+    if name not in names() and "muon" not in file.settings:
         file.unmodelled.append(f"{file.source}: optimizer.type {kind} is not modelled yet")
     torch_adam = params.get("torch_adam") is True
     if offloaded and torch_adam and "zero_force_ds_cpu_optimizer" in FIELDS:

@@ -163,6 +163,8 @@ def _optimizer(request: Request, settings: DeepSpeedSettings, trainer: bool, not
         notes.append(f"DeepSpeed makes no {name} by name: pass that optimizer to deepspeed.initialize")
         return {"zero_allow_untested_optimizer": True}
     kind, arguments = _TORCH[name]
+    if settings.muon == "standard":
+        arguments = {**arguments, "ns_method": settings.muon}
     torch_adam = {"torch_adam": True} if name == "adamw-amsgrad" else {}
     params = {**torch_adam, **arguments, **_IMPLS.get(impl, {}), **({"lr": AUTO, "weight_decay": AUTO} if trainer else {})}
     return {"optimizer": {"type": kind, "params": params}, "zero_allow_untested_optimizer": True}

@@ -22,13 +22,10 @@ def check(request: Request) -> None:
     """Raises UserError for what DeepSpeed refuses, CannotTell for what is not modelled; both name the JSON's key."""
     if request.precision not in _PRECISIONS:
         raise CannotTell(f"--precision {request.precision}: DeepSpeed keeps fp32 masters. Use {', '.join(_PRECISIONS)}")
-    if request.optimizer == "muon":  # zero/muon: MuonWithAuxAdam splits the groups and orthogonalizes whole gradients
-        raise CannotTell(
-            "optimizer.type Muon under DeepSpeed is not modelled: its Newton-Schulz steps are compiled, and what they "
-            "allocate is the compiler's choice. Use --optimizer adamw, or --strategy fsdp2"
-        )
     stage = int(request.strategy[-1])
     settings = settings_of(request)
+    if settings.muon is not None:
+        _check_muon(stage, settings, MIXED.get(request.precision, "float32"))
     _check_base(request, stage)
     _check_offload(stage, settings)
     _check_knobs(stage, settings, MIXED.get(request.precision, "float32"))
@@ -39,6 +36,39 @@ def check(request: Request) -> None:
             f"zero_optimization.zero_hpz_partition_size {ranks}: {request.gpus} GPUs do not divide by it",
             "Take the number of GPUs of one machine",
         )
+
+
+def _check_muon(stage: int, settings: DeepSpeedSettings, dtype: str) -> None:
+    if stage == 0:
+        raise CannotTell("optimizer.type Muon at stage 0 is not modelled. Use --strategy zero1 to zero3, or --optimizer adamw")
+    if settings.bf16_master_weights_and_grads and not settings.bf16_optimizer_states:
+        raise UserError(
+            "bf16.bf16_master_weights_and_grads with fp32 states and optimizer.type Muon: DeepSpeed refuses it",
+            "Set bf16_optimizer_states as well",
+        )
+    if stage == _PARTITIONS_PARAMS:
+        _check_muon_3(settings)
+        return
+    if (settings.grad_accum_dtype or dtype) != dtype:
+        raise CannotTell(
+            f"optimizer.type Muon with data_types.grad_accum_dtype {settings.grad_accum_dtype} is not modelled. Leave it out"
+        )
+    if not settings.use_multi_rank_bucket_allreduce:
+        raise CannotTell(
+            "optimizer.type Muon with zero_optimization.use_multi_rank_bucket_allreduce: false is not modelled. Leave it out"
+        )
+
+
+def _check_muon_3(settings: DeepSpeedSettings) -> None:
+    optimizer, key = settings.offload_optimizer, "zero_optimization.offload_optimizer"
+    if settings.reduce_scatter:
+        raise UserError(
+            "optimizer.type Muon with zero_optimization.reduce_scatter: DeepSpeed refuses it at stage 3",
+            "Set reduce_scatter to false in the configuration, or use --strategy zero2",
+        )
+    if optimizer is not None and (optimizer.device == "nvme" or optimizer.ratio != 1):
+        part = f"{key}.ratio {optimizer.ratio}" if optimizer.device == "cpu" else f"{key}.device nvme"
+        raise CannotTell(f"optimizer.type Muon with {part} is not modelled. Offload all of it to the host")
 
 
 def _check_base(request: Request, stage: int) -> None:
@@ -67,18 +97,10 @@ def _check_offload(stage: int, settings: DeepSpeedSettings) -> None:
             f"zero_optimization.offload_optimizer.ratio {optimizer.ratio} at stage {stage}: DeepSpeed refuses it",
             "Leave it out, or use --strategy zero3",
         )
-    if optimizer.fast_init:
-        raise CannotTell("zero_optimization.offload_optimizer.fast_init is not modelled yet. Leave it out")
 
 
 def _check_knobs(stage: int, settings: DeepSpeedSettings, dtype: str) -> None:
     said = [
-        (
-            "bf16.bf16_master_weights_and_grads with an optimizer on NVMe",
-            settings.bf16_master_weights_and_grads
-            and settings.offload_optimizer is not None
-            and settings.offload_optimizer.device == "nvme",
-        ),
         (
             f"data_types.grad_accum_dtype {settings.grad_accum_dtype} with a {dtype} model",
             (settings.grad_accum_dtype or dtype) not in (dtype, "float32"),
@@ -111,6 +133,8 @@ def _check_norm(stage: int, settings: DeepSpeedSettings, *, clips: bool) -> None
 def _check_masters(stage: int, settings: DeepSpeedSettings, dtype: str) -> None:
     """base_optimizer.py, `_configure_master_weights`."""
     masters, states = settings.bf16_master_weights_and_grads, settings.bf16_optimizer_states
+    if settings.fp16_master_weights_and_grads:
+        _check_fp16_masters(stage, settings, dtype)
     if states and not masters:
         raise UserError("bf16.bf16_optimizer_states without bf16_master_weights_and_grads: DeepSpeed refuses it", "Set both")
     if masters and (stage == 0 or dtype != "bfloat16"):
@@ -121,6 +145,20 @@ def _check_masters(stage: int, settings: DeepSpeedSettings, dtype: str) -> None:
         raise UserError(
             "bf16.bf16_master_weights_and_grads with fp32 states on the GPU: DeepSpeed refuses it",
             "Set bf16_optimizer_states as well, or offload the optimizer",
+        )
+
+
+def _check_fp16_masters(stage: int, settings: DeepSpeedSettings, dtype: str) -> None:
+    key = "fp16.fp16_master_weights_and_grads"
+    if settings.bf16_master_weights_and_grads:
+        raise UserError(f"{key} and bf16.bf16_master_weights_and_grads: DeepSpeed takes one of them", "Leave one out")
+    if stage == 0:
+        raise UserError(f"{key} at stage 0: DeepSpeed refuses it", "Use --strategy zero1 to zero3")
+    if dtype != "float16":
+        raise CannotTell(f"{key} with a {dtype} model is not modelled. Leave it out")
+    if settings.offload_optimizer is None or settings.muon is not None:
+        raise UserError(
+            f"{key} without DeepSpeedCPUAdam: DeepSpeed refuses it", "Offload the optimizer (--offload optimizer), and use adamw"
         )
 
 
@@ -147,7 +185,12 @@ def make(request: Request, trace: StepTrace) -> Strategy:
 
 
 def steps_by_itself(request: Request, settings: DeepSpeedSettings) -> bool:
-    """Whether the optimizer is DeepSpeed's own Adam.  Offloading takes it unless it is told not to."""
+    """Whether the optimizer is DeepSpeed's own Adam.  Offloading takes it unless it is told not to.
+
+    So it is for what DeepSpeed's Muon leaves to Adam.
+    """
+    if settings.muon is not None:
+        return True
     forced = settings.offload_optimizer is not None and settings.zero_force_ds_cpu_optimizer
     return request.optimizer in ("adam", "adamw") and (request.optimizer_impl == "default" or forced)
 
@@ -163,7 +206,8 @@ def settings_of(request: Request) -> DeepSpeedSettings:
         optimizer = OffloadOptimizer(device=device)
     if param is None and (device := _device_of("param", request.offload)):
         param = OffloadParam(device=device)
-    return replace(settings, offload_optimizer=optimizer, offload_param=param)
+    muon = (settings.muon or "gram") if request.optimizer == "muon" else None
+    return replace(settings, offload_optimizer=optimizer, offload_param=param, muon=muon)
 
 
 def _device_of(part: str, offload: tuple[str, ...]) -> OffloadDevice | None:
@@ -204,7 +248,7 @@ def strategy_of(
     if rank is None:
         rank = heaviest_rank(
             trace, world_size, settings.optimizer_groups, reorders=settings.round_robin_gradients,
-            aligned=settings.parameter_alignment,
+            aligned=settings.parameter_alignment, muon=settings.muon is not None,
         )  # fmt: skip
     return (Zero1 if stage == 1 else Zero2)(world_size, rank, settings, own_adam=own_adam, total_bytes=total_bytes)
 
@@ -218,6 +262,7 @@ def said(request: Request) -> list[str]:
         if part is not None
     ]
     adam = "DeepSpeedCPUAdam" if settings.offload_optimizer is not None else "FusedAdam"
+    adam = f"Muon (its updates as they are before they are compiled: at most that) and {adam}" if settings.muon else adam
     steps = adam if steps_by_itself(request, settings) else f"{request.optimizer} of torch"
     found = [f"DeepSpeed 0.19 ZeRO-{request.strategy[-1]} with {knobs}, {' and '.join(parts) or 'no offload'}, {steps}"]
     if settings.zero_init and request.deepspeed is None:

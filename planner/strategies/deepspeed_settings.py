@@ -95,8 +95,11 @@ class DeepSpeedSettings:
     """float32 | bfloat16 | float16; None: the model's."""
     bf16_master_weights_and_grads: bool = False
     bf16_optimizer_states: bool = False
+    fp16_master_weights_and_grads: bool = False
     zero_force_ds_cpu_optimizer: bool = True
     """With an offloaded optimizer: Adam is `DeepSpeedCPUAdam`, not torch's."""
+    muon: Literal["gram", "standard"] | None = None
+    """The optimizer is DeepSpeed's Muon, with this `optimizer.params.ns_method`."""
     aio_block_size: int = 1_048_576
     """`aio.block_size`, bytes: smaller tensors are not swapped to NVMe."""
     aio_intra_op_parallelism: int = 1

@@ -14,11 +14,13 @@ from dataclasses import dataclass
 
 from ...errors import UserError
 from ..trace.steptrace import ITEMSIZE, StepTrace, TensorSlot
+from .zero_muon import halves, is_muon_group
 
 _NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 REDUCED_AT_ONCE = 500_000_000  # elements; deepspeed/runtime/engine.py, MEMORY_OPT_ALLREDUCE_SIZE
 _ALIGNMENT = 2  # elements; `nccl_start_alignment_factor`: 4 bytes of a 16-bit dtype
 _PARAMETER_ALIGNMENT = 16  # bytes
+_MUON_COPIES = 4  # of a matrix on each rank that it touches: gradient, update, momentum and the next one
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,21 +98,29 @@ def optimizer_groups(trace: StepTrace, groups: str) -> list[list[TensorSlot]]:
 
 
 def heaviest_rank(
-    trace: StepTrace, world_size: int, groups: str = "one", *, reorders: bool = False, aligned: bool = False
+    trace: StepTrace,
+    world_size: int,
+    groups: str = "one",
+    *,
+    reorders: bool = False,
+    aligned: bool = False,
+    muon: bool = False,
 ) -> int:
     """The first rank that keeps the most gradient elements in ZeRO-1 and ZeRO-2; nothing else differs between ranks.
 
     `reorders`: `round_robin_gradients`; `aligned`: `parameter_alignment`.  A parameter counts whole for every rank whose
-    partition it touches, so a border inside a large embedding decides.
+    partition it touches, so a border inside a large embedding decides.  `muon`: it does so for each of Muon's copies.
     """
     kept = [0] * world_size
-    for given in optimizer_groups(trace, groups):
+    grouped = optimizer_groups(trace, groups)
+    for given in halves(grouped) if muon else grouped:
+        copies = _MUON_COPIES if muon and is_muon_group(given) else 1
         params = round_robin(given, world_size) if reorders else given
         group = flat_group(params, world_size, 0, aligned=aligned)
         filled = [0] * world_size
         for index, param in enumerate(params):
             for owner, inside in group.partitions_of(index):
-                kept[owner] += param.numel
+                kept[owner] += copies * param.numel
                 filled[owner] += inside
         kept = [total + group.partition - inside for total, inside in zip(kept, filled, strict=True)]
     return kept.index(max(kept))

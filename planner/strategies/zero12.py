@@ -18,7 +18,9 @@ Stage 1 of a 16-bit model with g = 4 accumulates in `grad_accum`: 4 * P beside t
 bf16 and nothing offloaded it is another optimizer, `zero_bf16`).  A communication dtype other than the bucket's costs a copy of
 what is reduced.  Offload is in `zero12_offload`.
 
-Left out: Muon, and scalars (norms, overflow flags, loss scales: under 200 bytes).
+Muon is in `zero_muon`.
+
+Left out: scalars (norms, overflow flags, loss scales: under 200 bytes).
 """
 
 from __future__ import annotations
@@ -29,11 +31,13 @@ from dataclasses import dataclass, field
 from ..ledger import Component, Tier
 from ..simulate import Block, Simulation
 from ..trace.steptrace import ITEMSIZE, TensorSlot
+from . import zero_muon
 from .deepspeed_settings import DeepSpeedSettings
 from .flat import FlatGroup
 from .zero12_layout import Layout
 from .zero12_offload import HostOptimizer
 from .zero_host import FP32, FP64, play
+from .zero_muon_host import HostMuon
 
 
 @dataclass
@@ -69,6 +73,8 @@ class _Zero12(Layout):
         self._pads: dict[int, Block] = {}
         self._loose: dict[int, list[Block]] = {}  # of each group: gradients that are kept where autograd made them
         self._reduced: list[Block] = []  # gradients of other partitions whose reduction may still run
+        self._host_muon: HostMuon | None = None
+        self._momentum: set[int] = set()  # groups of Muon's that have theirs
         self._hanging: set[int] = set()  # groups whose `grad_accum` are views of the bucket still
         self._steps = 0
         self._micro_batch = 0
@@ -229,19 +235,22 @@ class _Zero12(Layout):
         (owner, elements, the group that keeps them) of each.
         """
         found: list[tuple[int, int, int | None]] = []
-        last_owner = -1
+        last_owner, last_copies = -1, False
         for number, index in self._bucket.waiting:
-            for owner, elements in self._groups[number].partitions_of(index):
+            cuts = self._groups[number].partitions_of(index)
+            # a matrix of Muon's that several ranks share goes whole to each of them
+            copies = len(cuts) > 1 and self._is_muons(number)
+            for owner, elements in cuts:
                 keeper = number if self._is_compact and owner == self.rank else None
                 if keeper is not None and number not in self._compact:
                     self._compact[number] = sim.alloc(
                         Component.GRAD, self._groups[number].partition * FP32, what="fp32 gradients", stream=self._stream
                     )
-                if keeper is None and owner == last_owner:
+                if keeper is None and owner == last_owner and not copies and not last_copies:
                     found[-1] = (owner, found[-1][1] + elements, None)
                 else:
                     found.append((owner, elements, keeper))
-                last_owner = owner
+                last_owner, last_copies = owner, copies
         return found
 
     def _all_reduce(self, sim: Simulation, slices: deque[tuple[int, int | None]]) -> None:
@@ -293,17 +302,25 @@ class _Zero12(Layout):
         self._reduce(sim)
         self._micro_batch = 0 if at_boundary else micro_batch + 1
         self._clear_reduced(sim)
+        added: list[Block] = []
         if not self._is_contiguous:
-            self._keep_where_they_are(sim)
+            added += self._keep_where_they_are(sim)
         elif not self._offloads:
-            self._accumulate_built(sim)
+            added += self._accumulate_built(sim)
         if at_boundary and not self._offloads:
             for number, group in enumerate(self._groups):
+                if self._is_muons(number):
+                    added += self._orthogonalise(sim, number)
                 if self._is_compact:
                     if number not in self._compact:
                         self._compact[number] = sim.alloc(Component.GRAD, group.partition * FP32, what="fp32 gradients")
                 elif group.padding:
                     self._pads[number] = sim.alloc(Component.GRAD, group.padding * self._itemsize(), what="padding")
+        if at_boundary and self._kept is not None and self._last_holder is None:  # all of it was Muon's
+            sim.free(self._kept)
+            self._kept = None
+        for block in added:
+            sim.free(block)
         if not self._hanging:  # else `grad_accum` holds on to them
             self._release_bucket(sim)
 
@@ -323,18 +340,35 @@ class _Zero12(Layout):
         if not self._hanging:
             self._release_bucket(sim)
 
-    def _accumulate_built(self, sim: Simulation) -> None:
+    def _accumulate_built(self, sim: Simulation) -> list[Block]:
+        """What is left over when it has been added to what is there."""
         new, self._built = self._built, None
         if self._kept is None and not self._zeros:
             self._kept = new
             if not self._is_compact:
                 self._zeros = self._without_gradient(sim)
-        elif new is not None:  # added to what is there
-            sim.free(new)
+            return []
+        return [] if new is None else [new]
 
-    def _keep_where_they_are(self, sim: Simulation) -> None:
-        """`param.grad` is cleared; `all_grad_tensors` holds those of the first backward."""
+    def _orthogonalise(self, sim: Simulation, number: int) -> list[Block]:
+        """`get_flat_partition` of a group of Muon's: its updates take the place of its gradients.  What `.grad` still holds."""
+        assert self.settings.muon is not None
+        kept = [param for param, _ in self._groups[number].kept()]
+        if kept and number not in self._momentum:
+            self._momentum.add(number)
+            for what in ("momentum", "next momentum"):
+                nbytes = sum(param.numel for param in kept) * self._itemsize()
+                sim.alloc(Component.OPTIMIZER_STATE, nbytes, what=what)
+        going = self._loose.pop(number, [])
+        self._loose[number] = [zero_muon.update(sim, param, self._dtype, self.settings.muon) for param in kept]
+        for block in self._zeros.pop(number, []):
+            sim.free(block)
+        return going
+
+    def _keep_where_they_are(self, sim: Simulation) -> list[Block]:
+        """`all_grad_tensors` holds those of the first backward; the others go as `param.grad` is cleared."""
         first = not self._loose
+        going: list[Block] = []
         for number, group in enumerate(self._groups):
             kept = {p.fqn for p, _ in group.kept()} if not self._is_compact else set()
             loose = self._loose.setdefault(number, [])
@@ -343,9 +377,10 @@ class _Zero12(Layout):
                     if first and param.fqn in kept:
                         loose.append(grad)
                     else:
-                        sim.free(grad)
+                        going.append(grad)
         if first and not self._is_compact:
             self._zeros = self._without_gradient(sim)
+        return going
 
     def _without_gradient(self, sim: Simulation) -> dict[int, list[Block]]:
         """`get_all_grad_tensors`: zeros for a parameter that the loss did not reach."""
@@ -374,16 +409,23 @@ class _Zero12(Layout):
         self._steps += 1
 
     def _step_on_host(self, sim: Simulation, host: HostOptimizer) -> None:
+        if self.settings.muon is not None and self._host_muon is None:
+            self._host_muon = HostMuon(sim, self.world_size, self._adam.dtype, self.settings.muon)
         for number, group in enumerate(self._groups):
-            host.step_group(group)
+            if self._host_muon is not None and self._is_muons(number):
+                self._host_muon.orthogonalise(number, group)
+        for number, group in enumerate(self._groups):
+            host.step_group(group, self._events(sim, number))
             if number in self._compact:
                 sim.free(self._compact.pop(number))
         host.end_of_step()
+        if self._host_muon is not None:
+            self._host_muon.end_of_step()
         for number in list(self._hanging):  # `zero_grad`
             self._let_go(sim, number)
 
     def _step_group(self, sim: Simulation, number: int, group: FlatGroup) -> None:
-        last = number == len(self._groups) - 1
+        last = number == self._last_holder
         pad = self._pads.pop(number, None)
         own: list[Block] = []  # of this step, until it is over
         if self._is_compact:
@@ -416,7 +458,7 @@ class _Zero12(Layout):
             else:
                 for block in going:
                     sim.free(block)
-        events = self._adam.events(sim, group.partition)
+        events = self._events(sim, number)
         play(sim, events.later if self._steps else events.first, Tier.GPU, f"fp32 partition of group {number}")
         for block in own:
             sim.free(block)

@@ -9,8 +9,10 @@ import math
 
 from ...errors import UserError
 from ..ledger import DEFAULT_STREAM, Component, Tier
+from ..optimizers.rule import StepEvents
 from ..simulate import Block, Simulation
 from ..trace.steptrace import ITEMSIZE, TensorSlot
+from . import zero_muon
 from .base import RankClass, Strategy
 from .deepspeed_settings import DeepSpeedSettings
 from .flat import FlatGroup, check_rank, flat_group, optimizer_groups, round_robin
@@ -91,6 +93,8 @@ class Layout(Strategy):
 
     def at_init(self, sim: Simulation) -> None:
         grouped = optimizer_groups(sim.trace, self.settings.optimizer_groups)
+        if self.settings.muon is not None:
+            grouped = zero_muon.halves(grouped)
         dtypes = {p.dtype for group in grouped for p in group}
         if len(dtypes) != 1:
             raise UserError(
@@ -131,8 +135,8 @@ class Layout(Strategy):
         zeros = [sim.alloc(Component.GRAD, g.partition * self._adam.itemsize, what="zero gradient") for g in self._groups]
         for block in zeros:  # only to create Adagrad's state
             sim.free(block)
-        for number, group in enumerate(self._groups):
-            play(sim, self._adam.events(sim, group.partition).init, Tier.GPU, f"fp32 partition of group {number}")
+        for number in range(len(self._groups)):
+            play(sim, self._events(sim, number).init, Tier.GPU, f"fp32 partition of group {number}")
 
     def _flatten(self, sim: Simulation, group: FlatGroup, originals: dict[str, Block]) -> None:
         if len(group.params) == 1 and group.length == group.numel:
@@ -160,6 +164,31 @@ class Layout(Strategy):
             sim.free(block)
         sim.alloc(Component.PARAM, group.length * e, what="flat parameters")
         sim.free(flat)
+
+    def _is_muons(self, number: int) -> bool:
+        """Whether Muon steps the group."""
+        return self.settings.muon is not None and zero_muon.is_muon_group(self._groups[number].params)
+
+    def _events(self, sim: Simulation, number: int) -> StepEvents:
+        """Of the optimizer's step of one group.  Muon has its update already, and adds it in place."""
+        return StepEvents((), ()) if self._is_muons(number) else self._adam.events(sim, self._groups[number].partition)
+
+    def hints(self) -> list[str]:
+        """Embeddings that DeepSpeed's Muon takes for weight matrices."""
+        params = [p for group in self._groups for p in group.params] if self.settings.muon is not None else []
+        taken = [p.fqn for p in params if zero_muon.is_muons(p) and zero_muon.is_embedding(p.fqn)]
+        if not taken:
+            return []
+        return [
+            f'DeepSpeed\'s Muon orthogonalises {", ".join(taken)}: it knows embeddings and heads by "embed" and "lm_head" in '
+            "their names"
+        ]
+
+    @property
+    def _last_holder(self) -> int | None:
+        """The last group that steps on views of the gradients as they were kept."""
+        holders = [n for n, group in enumerate(self._groups) if group.kept() and not self._is_muons(n)]
+        return holders[-1] if holders else None
 
     def _touches(self, number: int, index: int) -> bool:
         return any(owner == self.rank for owner, _ in self._groups[number].partitions_of(index))

@@ -13,6 +13,7 @@ largest parameter of m elements, for fp32 masters (with bf16 ones 2 for every 4)
 from __future__ import annotations
 
 from ..ledger import Component, Tier
+from ..optimizers.rule import StepEvents
 from ..simulate import Block, Simulation
 from ..trace.steptrace import ITEMSIZE, TensorSlot
 from .flat import FlatGroup
@@ -82,11 +83,10 @@ class HostOptimizer:
             self._sim.run_temporary(inside * self._m, "gradient in fp32")
         self._sim.enqueue("d2h", inside * self._m)
 
-    def step_group(self, group: FlatGroup) -> None:
+    def step_group(self, group: FlatGroup, events: StepEvents) -> None:
         """The optimizer steps on the host; the updated partition comes back through the staging buffer."""
         sim = self._sim
         sim.enqueue("host_step", group.partition * self._m)
-        events = self._adam.events(sim, group.partition)
         play(sim, events.later if self._steps else events.first, Tier.HOST_PAGEABLE)
         sim.enqueue("h2d", group.partition * self._e)
 

@@ -22,7 +22,9 @@ Known limits: with frozen weights and recompute DeepSpeed ties what the recomput
 last, which is not followed: of a small model the first backward was off by 5 %, later ones by 1 %.  A module's biases are taken
 as saved by its recompute, also where its op does not save them (GPT-2's Conv1D).
 
-Left out: quantised gathers, Muon, scalars.
+Muon is in `zero3_muon`.
+
+Left out: quantised gathers, scalars.
 """
 
 from __future__ import annotations
@@ -48,8 +50,10 @@ from .zero3_hooks import (
     saved_as_views,
     with_children,
 )
+from .zero3_muon import Muon3
 from .zero3_store import Store
 from .zero_host import FP64, Adam, host_tier
+from .zero_muon import halves
 
 _NEARLY_WHOLE = 0.9  # of the parameters
 _MANY = 0.1  # of the parameters
@@ -107,6 +111,8 @@ class Zero3(Strategy):
     def at_init(self, sim: Simulation) -> None:
         settings, trace = self.settings, sim.trace
         grouped = optimizer_groups(trace, settings.optimizer_groups)
+        if settings.muon is not None:
+            grouped = halves(grouped, have_shapes=not settings.zero_init)
         dtypes = {p.dtype for p in trace.params}
         if len(dtypes) != 1:
             raise UserError(
@@ -118,6 +124,11 @@ class Zero3(Strategy):
         self._g = ITEMSIZE[self._accum_dtype]
         self._c = ITEMSIZE[self._comm_dtype]
         store = self._stored = Store(sim, settings, grouped, self.world_size, self._dtype, self._adam)
+        if settings.muon is not None:
+            store.muon = Muon3(
+                sim, self.world_size, self.rank, method=settings.muon, bucket=settings.reduce_bucket_size, part=self._part,
+                dtypes=(self._comm_dtype, self._accum_dtype, self._adam.dtype),
+            )  # fmt: skip
         self._use = module_use(trace)
         leaves = leaf_modules(trace, settings.leaf_module)
         self._leaf_of = inside_of(trace, leaves)
@@ -319,12 +330,17 @@ class Zero3(Strategy):
         return converted
 
     def _all_reduce(self, sim: Simulation, elements: int) -> list[Block]:
-        """`__avg_scatter_contiguous_grads`: the bucket as it lies, without reduce-scatter."""
+        """`__avg_scatter_contiguous_grads`: the bucket as it lies, without reduce-scatter; then a copy of it, scaled by 1."""
         nbytes = elements * self._c
         held = []
+        sim.enqueue("all_reduce", nbytes, self._stream)
+        if self.world_size > 1:
+            held.append(sim.alloc(Component.TEMP, nbytes, what="gradients scaled", stream=self._stream))
         if self._accum_dtype != self._comm_dtype:
             held.append(sim.alloc(Component.TEMP, elements * self._g, what="gradients converted", stream=self._stream))
-        sim.enqueue("all_reduce", nbytes, self._stream)
+            for block in held[:-1]:
+                sim.free(block)
+            del held[:-1]
         held += [
             sim.alloc(Component.TEMP, self._part(p) * self._g, p.fqn, "padded gradient", stream=self._stream)
             for p in self._waiting
@@ -365,6 +381,7 @@ class Zero3(Strategy):
             hidden.append(sim.alloc(Component.TEMP, total, what="mask of infinities", tier=tier))
             for block in reversed(hidden):
                 sim.free(block)
+        self._stored.orthogonalise()
         if not self._stored.offloads_optimizer:
             for param in params:
                 sim.run_temporary(self._part(param) * FP64, "gradient in fp64 for the norm")

@@ -18,15 +18,16 @@ Copies between GPU and host that also convert do so on the host, in a pageable t
 
 from __future__ import annotations
 
-from ...errors import CannotTell
 from ..ledger import Component, Tier
-from ..optimizers.rule import OptimizerTensor
+from ..optimizers.rule import OptimizerTensor, StepEvents
 from ..optimizers.traced import traced_rule
 from ..simulate import Block, Simulation
 from ..trace.steptrace import ITEMSIZE, TensorSlot
 from .deepspeed_settings import DeepSpeedSettings
+from .zero3_muon import Muon3
 from .zero3_nvme import NvmeOptimizer, NvmeParams
 from .zero_host import FP64, Adam, HostTensors, host_tier, play
+from .zero_muon import is_muon_group
 
 _NORM_PIECE = 250_000_000  # elements; stage3.py, `_constant_buffered_norm2`
 
@@ -61,6 +62,7 @@ class Store:
         self._steps_on_gpu = [number < on_gpu for number in range(len(self.sub_groups))]
         self._nvme_params = NvmeParams(sim, settings, self._e) if param is not None and param.device == "nvme" else None
         self._nvme: NvmeOptimizer | None = None
+        self.muon: Muon3 | None = None
         self._norms: list[Block] = []  # `norm_for_param_grads`
         self._steps = 0
 
@@ -107,7 +109,7 @@ class Store:
         self._masters()
         self._fp32_gradients()
         for number in range(len(self.sub_groups)):
-            events = self._adam.events(self._sim, self.size(number)).init
+            events = self._events(number).init
             play(self._sim, events, self._tier(number), "fp32 partition")
 
     def make_gradients(self) -> None:
@@ -161,6 +163,23 @@ class Store:
         if self._nvme_params is not None and self._nvme_params.stay_on_disk:
             self._nvme_params.reserve_swap_space(max(self.sub_groups, key=lambda params: sum(self.part(p) for p in params)))
 
+    def is_muons(self, number: int) -> bool:
+        """Whether Muon steps the sub-group."""
+        return self.muon is not None and is_muon_group(self.sub_groups[number])
+
+    def _events(self, number: int) -> StepEvents:
+        """Of the optimizer's step of a sub-group.  Muon has its update already, and adds it in place."""
+        return StepEvents((), ()) if self.is_muons(number) else self._adam.events(self._sim, self.size(number))
+
+    def orthogonalise(self) -> None:
+        """Muon's updates, before the norm."""
+        if self.muon is None:
+            return
+        if self.offloads_optimizer:
+            self._norms += self.muon.orthogonalise_on_host(self.sub_groups)
+        else:
+            self.muon.orthogonalise(self.sub_groups)
+
     def _tier(self, number: int) -> Tier:
         """Where the optimizer steps a sub-group."""
         return Tier.GPU if self._steps_on_gpu[number] else Tier.HOST_PAGEABLE
@@ -186,6 +205,11 @@ class Store:
                 if not from_disk:
                     swapped.append(number)
                     continue
+                if self._settings.offload_optimizer is not None and self._settings.offload_optimizer.fast_init:
+                    assert self._nvme_params is not None
+                    self._nvme_params.check_room(max(self.size(n) for n in range(len(self.sub_groups))))
+                    self._nvme.write_master(number)
+                    continue
                 previous, unpinned = unpinned, sim.alloc(Component.TEMP, size * self._m, what="read from NVMe", tier=tier)
                 if previous is not None:
                     sim.free(previous)
@@ -203,6 +227,9 @@ class Store:
                 if previous is not None:
                     sim.free(previous)
             sim.alloc(Component.MASTER_WEIGHT, size * self._m, what="fp32 partition", tier=tier)
+            if self.is_muons(number):
+                assert self.muon is not None
+                self.muon.make_momentum(self.sub_groups[number], tier)
         for number in swapped:
             assert self._nvme is not None
             self._copy_converting(number, to_device=Tier.HOST_PAGEABLE)
@@ -300,7 +327,7 @@ class Store:
         if self.offloads_optimizer and tier is Tier.GPU and not self._is_one_memory:  # torch's AdamW, as it comes
             events = traced_rule("adamw", target=sim.target).step(self._tensors(number))
         else:
-            events = self._adam.events(sim, size)
+            events = self._events(number)
         if tier is not Tier.GPU:
             sim.enqueue("host_step", size * self._m)
         states = events.later if self._steps else events.first
@@ -342,13 +369,6 @@ class Store:
 
     def _tensors(self, number: int) -> list[OptimizerTensor]:
         return [OptimizerTensor((self.size(number),), self._adam.dtype)]
-
-
-def check_store(settings: DeepSpeedSettings) -> None:
-    """Raises CannotTell for offload settings that are not modelled."""
-    optimizer = settings.offload_optimizer
-    if optimizer is not None and optimizer.fast_init:
-        raise CannotTell("zero_optimization.offload_optimizer.fast_init is not modelled: leave it out")
 
 
 def _cut(params: list[TensorSlot], sizes: list[int], limit: int) -> list[list[TensorSlot]]:

@@ -21,6 +21,8 @@ FP64 = 8  # bytes; norms are taken in fp64 (deepspeed/runtime/zero/utils.py, `ge
 
 def master_dtype(settings: DeepSpeedSettings) -> str:
     """Of masters and of the gradients that are stepped."""
+    if settings.fp16_master_weights_and_grads:
+        return "float16"
     return "bfloat16" if settings.bf16_master_weights_and_grads else "float32"
 
 

@@ -331,6 +331,18 @@ def test_leaf_modules_are_read_as_deepspeed_reads_them(said, leaves):
     assert ask(zero(stage=3, leaf_module=said))["deepspeed"].leaf_module == leaves
 
 
+def test_muon_s_method_is_read_and_an_unknown_one_refused():
+    def muon(**params):
+        return ask({**zero(stage=2), "optimizer": {"type": "Muon", "params": params}})
+
+    assert muon()["deepspeed"].muon == "gram"
+    assert muon(ns_method="standard")["deepspeed"].muon == "standard"
+    with pytest.raises(UserError, match=r"optimizer\.params\.ns_method"):
+        muon(ns_method="newton")
+    with pytest.raises(CannotTell, match="torch_adam of Muon"):
+        muon(torch_adam=True)
+
+
 @pytest.mark.parametrize("rest", [{}, {"gradient_clipping": 1.0}, {"gradient_clipping": "auto"}])
 def test_without_norm_no_gradient_is_clipped(rest):
     with pytest.raises(UserError, match=r"compute_grad_norm is false: it needs gradient_clipping 0"):
@@ -367,7 +379,6 @@ def test_keys_without_effect_are_said_in_one_note():
             },
             "optimizer.params.fp32_optimizer_states",
         ),
-        ({**BASE, "fp16": {"enabled": True, "fp16_master_weights_and_grads": True}}, "fp16.fp16_master_weights_and_grads"),
     ],
     ids=str,
 )
@@ -379,6 +390,7 @@ def test_what_is_not_modelled_is_said_by_its_key_and_not_ignored(data, key):
 @pytest.mark.parametrize(
     "data",
     [
+        {**zero(stage=2), "optimizer": {"type": "Muon", "params": {"ns_method": "standard"}}},
         zero(stage=3, zero_quantized_weights=False, leaf_module=None),
         {**BASE, "tensor_parallel": {"autotp_size": 1}, "hybrid_engine": {"enabled": False}, "sequence_parallel_size": 1},
         {**BASE, "compile": {"deepcompile": False}, "data_efficiency": {"enabled": False}},

@@ -15,7 +15,7 @@ from memplan.planner.ledger import Component, Ledger, Tier
 from memplan.planner.loop import LoopFacts
 from memplan.planner.optimizers.traced import traced_rule
 from memplan.planner.simulate import simulate
-from memplan.planner.strategies.deepspeed_settings import DeepSpeedSettings
+from memplan.planner.strategies.deepspeed_settings import DeepSpeedSettings, OffloadOptimizer
 from memplan.planner.strategies.flat import flat_group, heaviest_rank, optimizer_groups
 from memplan.planner.strategies.zero12 import Zero1, Zero2
 from memplan.planner.trace.options import TraceOptions
@@ -53,6 +53,38 @@ def run(trace: StepTrace, strategy, *, micro_steps: int = 1) -> Ledger:
 def peak_of(ledger: Ledger, component: Component, phase: Phase, iteration: int = 1) -> int:
     live = np.cumsum(np.where(ledger.component == component, ledger.delta_bytes, 0))
     return int(live[(ledger.phase == phase) & (ledger.iteration == iteration)].max())
+
+
+def test_muon_keeps_two_momentums_of_every_matrix_that_touches_the_partition(chain):
+    strategy = Zero2(3, 1, DeepSpeedSettings(reduce_bucket_size=1000, muon="gram"), own_adam=True)
+    ledger = run(chain(), strategy)
+    assert ledger.components_after(10**9)["optimizer_state"] == 2 * 2 * 2 * P  # bf16; two matrices are cut by the rank
+    assert peak_of(ledger, Component.GRAD, Phase.BACKWARD) >= 2 * 2 * 2 * P  # gradients and updates
+
+
+def test_muon_on_the_host_keeps_one_momentum_of_the_partition(chain):
+    settings = DeepSpeedSettings(reduce_bucket_size=1000, muon="gram", offload_optimizer=OffloadOptimizer())
+    ledger = run(chain(), Zero2(2, 0, settings, own_adam=True))
+    assert ledger.components_after(10**9, Tier.HOST_PAGEABLE)["optimizer_state"] == 4 * 2 * P
+    assert "optimizer_state" not in ledger.components_after(10**9, Tier.GPU)
+
+
+def test_the_rank_that_muon_loads_most_is_not_the_one_that_adam_does(tmp_path, monkeypatch):
+    monkeypatch.setenv("MEMPLAN_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+                    "num_attention_heads": 2, "vocab_size": 1000, "architectures": ["LlamaForCausalLM"]})
+    )  # fmt: skip
+    options = TraceOptions(batch_size=1, seq_len=4, precision="bf16", target="cpu")
+    trace = trace_step(load(str(tmp_path)), options, with_graph=False)
+
+    def kept(rank: int) -> int:
+        settings = DeepSpeedSettings(reduce_bucket_size=1000, muon="gram")
+        ledger = run(trace, Zero2(5, rank, settings, own_adam=True))
+        return peak_of(ledger, Component.GRAD, Phase.BACKWARD) + ledger.components_after(10**9)["optimizer_state"]
+
+    most = [kept(rank) for rank in range(5)]
+    assert most.index(max(most)) == heaviest_rank(trace, 5, muon=True) != heaviest_rank(trace, 5)
 
 
 @pytest.mark.parametrize("stage", [Zero1, Zero2])

@@ -117,6 +117,19 @@ def test_everything_that_is_kept_is_sharded(net):
     assert states["comm_buffer"] == P * 2  # the bucket
 
 
+def test_muon_has_one_momentum_in_parts_from_the_start(net):
+    ledger = run(net(), options(muon="gram", reduce_scatter=False))
+    first_forward = int(np.flatnonzero(ledger.phase == Phase.FORWARD)[0])
+    assert ledger.components_after(first_forward)["optimizer_state"] == LAYERS * C * 2  # of the communication's dtype
+    assert ledger.components_after(10**9)["optimizer_state"] == LAYERS * C * 2
+
+
+def test_muon_s_gather_buffers_stay_for_the_next_step(net):
+    kept = run(net(), options(muon="gram", reduce_scatter=False)).components_after(10**9)["comm_buffer"]
+    plain = run(net(), options(reduce_scatter=False)).components_after(10**9)["comm_buffer"]
+    assert kept - plain == (RANKS + 1) * C * 2  # the bucket holds one layer: so many are gathered at a time
+
+
 def test_without_prefetch_and_reuse_one_layer_is_gathered_at_a_time(net):
     ledger = run(net(), options())
     assert gathered(ledger, Phase.FORWARD) == W

@@ -33,6 +33,7 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "CUDA_VISIBLE_DEVICES": "",
+    "TORCHDYNAMO_DISABLE": "1",  # Muon's steps are compiled; sizes are those of the ops as written
 }
 
 
@@ -53,7 +54,8 @@ class EngineCase:
     world_size: int = 2
     rank: int = 0
     grad_accum_steps: int = 1
-    optimizer: str = "adamw"  # by the names of `planner.optimizers.traced`; deepspeed: its own Adam, for where it steps
+    optimizer: str = "adamw"  # by the names of `planner.optimizers.traced`; deepspeed: its own Adam, for where it steps;
+    # config: what `optimizer` of the JSON says
     optimizer_impl: str = "for-loop"
     groups: str = "one"  # one: all parameters; decay: the two groups of transformers' Trainer
     zero_init: bool = False  # the model is made under `deepspeed.zero.Init`
@@ -161,8 +163,9 @@ def run_here(case: EngineCase, *, meter: Meter | None = None) -> list[Mark]:
             registry.see([*module.parameters(), *module.buffers()])  # those that no op made (a view from a generator's fill)
         optimizer = _optimizer(case, module)
         registry.peak_bytes = registry.live_bytes
-        engine, _, _, _ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
-        del optimizer, module
+        groups = _groups(case, module) if optimizer is None else None
+        engine, _, _, _ = deepspeed.initialize(model=module, optimizer=optimizer, model_parameters=groups, config=config)
+        del optimizer, module, groups
 
         def mark(phase: str, iteration: int, micro_batch: int) -> None:
             live, peak = registry.live_bytes, registry.peak_bytes
@@ -220,10 +223,8 @@ def _dtype(precision: str) -> Any:
     return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
 
 
-def _optimizer(case: EngineCase, module: Any) -> Any:
-    """What a training script hands to `deepspeed.initialize`."""
-    from ...planner.optimizers.traced import make_optimizer
-
+def _groups(case: EngineCase, module: Any) -> list[dict[str, Any]]:
+    """The optimizer's groups, as a training script makes them."""
     named = {name: p for name, p in module.named_parameters() if p.requires_grad}
     groups: list[dict[str, Any]] = [{"params": list(named.values())}]
     if case.groups == "decay":
@@ -234,6 +235,16 @@ def _optimizer(case: EngineCase, module: Any) -> Any:
             {"params": [p for name, p in named.items() if name in decayed]},
             {"params": [p for name, p in named.items() if name not in decayed]},
         ]
+    return groups
+
+
+def _optimizer(case: EngineCase, module: Any) -> Any:
+    """What a training script hands to `deepspeed.initialize`; None: the engine makes what the JSON says."""
+    from ...planner.optimizers.traced import make_optimizer
+
+    if case.optimizer == "config":
+        return None
+    groups = _groups(case, module)
     if case.optimizer != "deepspeed":
         return make_optimizer(case.optimizer, case.optimizer_impl, groups)
     from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
