@@ -29,7 +29,7 @@ _UNSHIFTED_LOGITS = (4, 50)  # from here on the labels are shifted, not the logi
 
 def profile_of(row: Row) -> Profile:
     """How the row's source ran its loop."""
-    return PROFILES.get(row.source.name, _NO_PROFILE)
+    return PROFILES.get(row.group) or PROFILES.get(row.source.name, _NO_PROFILE)
 
 
 def measured_bytes(row: Row) -> int | None:
@@ -128,10 +128,6 @@ def _litgpt(row: Row) -> ModelSpec:
         raise CannotTell(f"litgpt's {row.model.family} of this edition is not modelled")
     if adapter is None or adapter.kind != "lora" or adapter.base_quant not in ("none", "nf4", "nf4-dq"):
         raise CannotTell("litgpt without LoRA is not modelled")
-    if row.strategy.parallel.kind != "single":
-        raise CannotTell(
-            "litgpt's FSDP units of frozen and trained parameters are not modelled: gradients of both are made there"
-        )
     kwargs = {
         "family": row.model.family,
         "config": _without(row.model.config, "tie_word_embeddings", "max_position_embeddings"),
@@ -139,6 +135,7 @@ def _litgpt(row: Row) -> ModelSpec:
         "dropout": adapter.dropout or 0.0,
         "seq_len": row.workload.seq_len,
         "quant": adapter.base_quant,
+        "sharded": row.strategy.parallel.kind != "single",
     }
     return _factory(row, "litgpt", kwargs)
 

@@ -57,6 +57,8 @@ class Question:
     request: Request
     context_bytes: int | None = None
     """The CUDA context as the source measured it; None: the catalogue's figure holds."""
+    later_tokens: int | None = None
+    """Of a sample after the first (`Profile.later_tokens`)."""
 
 
 def question_of(row: Row) -> Question:
@@ -85,7 +87,7 @@ def question_of(row: Row) -> Question:
         model=spec,
         device=device,
         micro_batch_size=row.workload.micro_batch,
-        seq_len=max(row.workload.seq_len, 1),
+        seq_len=_seq_len(row),
         target_len=row.workload.target_len,
         image_size=row.workload.image_size,
         precision=_precision(row),
@@ -104,6 +106,7 @@ def question_of(row: Row) -> Question:
         attention=attention_of(row),
         mode=_MODE[row.workload.phase],
         compiled=row.strategy.compile,
+        use_cache=profile.use_cache,
         alloc_conf=profile.alloc_conf,
         loop=LoopFacts(**loop),
     )
@@ -114,7 +117,7 @@ def question_of(row: Row) -> Question:
     context = row.measured.phases.get("cuda_context")
     if context is None and profile.counts_driver:
         context = device.context_bytes + device.nominal_gb * GiB - device.total_bytes  # what the box has and torch does not
-    return Question(request, context)
+    return Question(request, context, profile.later_tokens)
 
 
 def _refuse_what_is_not_modelled(row: Row) -> None:
@@ -189,6 +192,13 @@ def _fsdp(row: Row) -> FsdpSettings | None:
         said["stored_dtype"] = _DTYPE[str(row.strategy.precision.param_dtype)]
     profile = {k: v for k, v in profile_of(row).fsdp.items() if _is_mixed(row) or not k.endswith("_dtype")}
     return FsdpSettings(version=1 if kind == "fsdp1" else 2, **{**profile, **said})
+
+
+def _seq_len(row: Row) -> int:
+    """As the row has it, or, where that is only the longest allowed and the figure a mean, what the source's log says."""
+    mean = profile_of(row).mean_tokens
+    is_mean = row.measured.metric == "allocated_after" and row.workload.padded_or_packed == "assumed-full"
+    return mean if mean is not None and is_mean else max(row.workload.seq_len, 1)
 
 
 def _is_mixed(row: Row) -> bool:

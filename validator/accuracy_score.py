@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -150,6 +150,8 @@ def _predicted(row: Row, question: Question, traces: TraceSource) -> dict[str, A
 
 def _figure(metric: str, prediction: Prediction, question: Question, traces: TraceSource) -> int:
     """The figure of a prediction that a metric measures."""
+    if metric == "allocated_peak" and question.later_tokens is not None:
+        return _peak_of_micro_steps(question.request, question.later_tokens, traces)
     if metric in ("allocated_peak", "active_peak"):  # they differ by blocks that other streams hold: one GPU has none
         return prediction.allocated_peak_bytes
     reserved = _reserved(prediction, question.request, traces)
@@ -177,6 +179,32 @@ def _phase_figure(name: str, prediction: Prediction, question: Question, traces:
         return None  # an average, an input, or a point that no phase of a prediction is
     peaks = [prediction.phases[p].allocated_bytes for p in phases if p in prediction.phases]
     return max(peaks, default=None)
+
+
+def _peak_of_micro_steps(request: Request, later_tokens: int, traces: TraceSource) -> int:
+    """Of the first micro step, which has the longest sample, and of a later one that finds its gradients."""
+    from ..planner.predict import ledger_of, replay_ledger
+
+    peaks = []
+    for number, seq_len in enumerate((request.seq_len, later_tokens)[: request.loop.grad_accum_steps]):
+        asked = request.but(seq_len=seq_len)
+        ledger = ledger_of(asked, traces.step(asked))
+        start, stop = micro_step(ledger.phase[ledger.rows()].tolist(), number)
+        peaks.append(max(replay_ledger(ledger).allocated_series[start:stop]))
+    return max(peaks)
+
+
+def micro_step(phases: Sequence[int], number: int) -> tuple[int, int]:
+    """Of a ledger's phases: the first row of a micro step, and the row after its last."""
+    from ..planner.trace.steptrace import Phase
+
+    def begins(row: int) -> bool:
+        return phases[row] == Phase.FORWARD and (row == 0 or phases[row - 1] != Phase.FORWARD)
+
+    start = [row for row in range(len(phases)) if begins(row)][number]
+    inside = (Phase.FORWARD, Phase.BACKWARD)
+    later = range(start + 1, len(phases))
+    return start, next((row for row in later if begins(row) or phases[row] not in inside), len(phases))
 
 
 def _allocated_at(point: str, request: Request, traces: TraceSource) -> int:

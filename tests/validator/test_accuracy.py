@@ -5,10 +5,11 @@ import pytest
 from memplan.__main__ import main
 from memplan.errors import CannotTell, UserError
 from memplan.planner.trace.source import TraceSource
+from memplan.planner.trace.steptrace import Phase
 from memplan.validator.accuracy_models import spec_of, version_of
 from memplan.validator.accuracy_question import question_of
 from memplan.validator.accuracy_rows import Row, read_rows
-from memplan.validator.accuracy_score import Scored, score, score_row
+from memplan.validator.accuracy_score import Scored, micro_step, score, score_row
 from memplan.validator.accuracy_summary import ALL, summarise
 from memplan.validator.accuracy_where import select
 
@@ -315,6 +316,22 @@ def test_what_leaves_the_gpus_goes_into_the_question():
     request = question_of(several("fsdp1", strategy__offload={"optimizer": "cpu", "param": "cpu", "grad": "cpu"})).request
 
     assert request.offload == ("optimizer", "param")
+
+
+def test_a_mean_over_batches_takes_the_length_that_the_sources_log_says():
+    peak = row(group="peft/metamath", workload__padded_or_packed="assumed-full")
+    mean = row(group="peft/metamath", workload__padded_or_packed="assumed-full", measured__metric="allocated_after")
+
+    assert question_of(mean).request.seq_len == 210
+    assert question_of(mean).request.use_cache
+    assert question_of(peak).request.seq_len == row().workload.seq_len
+
+
+def test_a_micro_step_ends_where_the_next_one_or_the_optimizers_step_begins():
+    forward, backward, step = int(Phase.FORWARD), int(Phase.BACKWARD), int(Phase.STEP)
+    phases = [int(Phase.INIT), forward, forward, backward, forward, backward, backward, step, forward, backward]
+
+    assert [micro_step(phases, number) for number in range(3)] == [(1, 4), (4, 7), (8, 10)]
 
 
 def test_gradients_that_a_student_averages_where_they_lie_need_what_one_gpu_needs():

@@ -35,7 +35,7 @@ def test_every_row_names_where_it_is_from(rows):
 
 
 def test_every_profile_is_of_a_source_in_the_collection(rows):
-    assert set(PROFILES) <= {row.source.name for row in rows.values()}
+    assert set(PROFILES) <= {name for row in rows.values() for name in (row.source.name, row.group)}
 
 
 def test_the_collection_says_what_was_collected(rows):
@@ -69,7 +69,10 @@ def test_the_collection_says_what_was_collected(rows):
         ("titan-h100-8b-128gpu-eager", 0.05),
         ("cs336-wedsonlin-ddp", 0.002),  # gradients averaged where they lie
         ("hfdoc-bertlarge-bs4-adam8bit", 0.005),  # an optimizer of bitsandbytes
-        ("litgpt-rt-06", 0.01),  # litgpt: its own LoRA, logits that Fabric widens
+        ("litgpt-rt-06", 0.001),  # litgpt: its own LoRA, logits that Fabric widens and the loop holds
+        ("litgpt-rt-03", 0.002),  # a 4-bit base, unpacked in fp16 and copied
+        ("litgpt-rt-11", 0.001),  # an RMSNorm that widens its input
+        ("peft-math-lora--llama-3.2-3B-rank32-alloc", 0.001),  # a mean over batches, with the cache that outputs hold
     ],
 )
 def test_a_published_class_predicts_its_run(rows, traces, row_id, within):
@@ -85,6 +88,8 @@ def test_a_published_class_predicts_its_run(rows, traces, row_id, within):
     [
         ("fms-a100_80gb_liger-034", 0.001),  # fp32 shards, all else narrow
         ("fms-a100_80gb_liger-066", 0.01),  # four GPUs
+        ("litgpt-rt-37", 0.002),  # frozen and trained parameters in one unit; the first micro step is the largest
+        ("litgpt-rt-42", 0.02),  # a later one is, whose length is not known
         ("fms-a100_80gb_granite-005", 0.002),
         ("fms-a100_80gb_liger-054", 0.01),  # QLoRA: frozen units inside reentrant checkpoints hold inputs and gradients
     ],
@@ -105,3 +110,10 @@ def test_recomputing_more_blocks_at_once_needs_more(rows, traces):
 
     assert [round(p.ratio, 2) for p in peaks] == [1.0, 1.0, 1.0]
     assert peaks[0].predicted_bytes < peaks[1].predicted_bytes < peaks[2].predicted_bytes
+
+
+@pytest.mark.slow
+def test_a_bare_colon_was_a_slice_whose_gradient_takes_a_block_of_the_logits_size(rows, traces):
+    predicted, measured = score_row(rows["fms-a100_80gb_liger-027"], traces).phases["nvidia_smi_minus_idle"]
+
+    assert predicted == pytest.approx(measured, rel=0.02)  # a fifth less without it

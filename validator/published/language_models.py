@@ -143,7 +143,7 @@ def _widened_shifted_loss(logits: Tensor, labels: Tensor, loss: Loss) -> Tensor:
 
 
 def _shifted_loss(logits: Tensor, labels: Tensor, loss: Loss) -> Tensor:
-    shifted = logits[..., :-1, :].contiguous()
+    shifted = torch.ops.aten.slice(logits[:, :-1], 2).contiguous()  # until torch 2.9 `[..., :-1, :]` was two slices
     target = labels[..., 1:].contiguous()
     shifted = shifted.view(-1, shifted.size(-1))
     return loss(shifted, target.view(-1))

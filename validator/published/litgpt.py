@@ -1,7 +1,9 @@
-"""litgpt's own GPT with its LoRA as its resource tables of 2023 ran it, written from its source: one GPU, chunked loss.
+"""litgpt's own GPT with its LoRA as its resource tables of 2023 ran it, written from its source: chunked head and loss.
 
-Source: Lightning-AI/litgpt at 8641822, lit_gpt/model.py, lit_gpt/lora.py (`LoRAQKVLinear`: one product for query, key and
-value, its update padded with zeros), lit_gpt/rmsnorm.py, finetune/lora.py and lit_gpt/utils.py (`chunked_cross_entropy`).
+Source: Lightning-AI/litgpt between 6178c7c and 94eba0b, lit_gpt/model.py (flash-attn 2 where it is installed), lit_gpt/lora.py
+(`LoRAQKVLinear`: one product for query, key and value, its update padded with zeros), lit_gpt/rmsnorm.py, finetune/lora.py and
+lit_gpt/utils.py (`chunked_cross_entropy`).  The tables name 8641822, which is older; but on Llama 2 they hold 2 bytes a token,
+feature and norm that only the RMSNorm of 6178c7c keeps (it widens its input), and they were published after it.
 4-bit layers: Fabric's BitsandbytesPrecision makes every linear layer one, the head too; bitsandbytes 0.41
 (autograd/_functions.py, `MatMul4Bit`) makes the whole weight for each product, and keeps the product's input.
 Shapes: B batch, S tokens, H heads, G groups of keys, D features of a head.
@@ -48,9 +50,16 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(features))
 
     def forward(self, x: Tensor) -> Tensor:
+        kind = x.dtype
+        x = x.float()
         scale = torch.rsqrt(torch.mean(x * x, dim=-1, keepdim=True) + 1e-5)
         normed = x * scale
-        return self.weight * normed
+        return (self.weight * normed).to(kind)
+
+
+def _unpacked(rows: int, columns: int, kind: torch.dtype) -> Tensor:
+    """`dequantize_4bit(...).to(...)`: in fp16, as Fabric packed it (`_quantize_weight`), then a copy in the input's type."""
+    return torch.empty(rows, columns, dtype=torch.float16).to(kind)
 
 
 class _Product4(torch.autograd.Function):
@@ -58,13 +67,12 @@ class _Product4(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, packed: Tensor, rows: int, columns: int) -> Tensor:
         ctx.save_for_backward(x)
         ctx.size = rows, columns
-        weight = torch.empty(rows, columns, dtype=x.dtype)
-        return nn.functional.linear(x, weight)
+        return nn.functional.linear(x, _unpacked(rows, columns, x.dtype))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        weight = torch.empty(*ctx.size, dtype=grads[0].dtype)
-        return grads[0] @ weight, None, None, None
+        rows, columns = ctx.size
+        return grads[0] @ _unpacked(rows, columns, grads[0].dtype), None, None, None
 
 
 class Linear4(nn.Module):
@@ -155,7 +163,8 @@ class Attention(nn.Module):
         query = torch.cat((turned_query, query[..., self.turning :]), dim=-1)
         key = torch.cat((turned_key, key[..., self.turning :]), dim=-1)
         out = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        return self.proj(out.transpose(1, 2).reshape(batch, length, features))
+        together = out.transpose(1, 2).reshape(batch, length, features)
+        return self.proj(together.clone())  # flash-attn lays its output out like the query, whose heads `cat` put apart
 
 
 class Mlp(nn.Module):
@@ -202,7 +211,9 @@ def _norm(features: int, shape: Shape) -> nn.Module:
 
 
 class Gpt(nn.Module):
-    def __init__(self, config: Mapping[str, int], shape: Shape, rank: int, dropout: float, quant: str, longest: int) -> None:
+    def __init__(
+        self, config: Mapping[str, int], shape: Shape, rank: int, dropout: float, quant: str, longest: int, sharded: bool
+    ) -> None:
         super().__init__()
         features, heads = config["hidden_size"], config["num_attention_heads"]
         groups = config.get("num_key_value_heads", heads)
@@ -222,9 +233,10 @@ class Gpt(nn.Module):
         turning = int(shape.rotary * features // heads)
         rates = 10_000.0 ** -(torch.arange(0, turning, 2) / turning)
         angles = torch.outer(torch.arange(longest), rates).repeat(1, 2)
-        self.turns = torch.cos(angles), torch.sin(angles)  # no buffers: made anew in fp32 when the longest sample is known
+        # no buffers: made anew in fp32 when the longest sample is known; FSDP casts them (FSDPPrecision, `buffer_dtype`)
+        self.turns = tuple(t.bfloat16() if sharded else t for t in (torch.cos(angles), torch.sin(angles)))
         for name, param in self.named_parameters():
-            param.requires_grad = "lora_" in name
+            param.requires_grad = "lora_" in name or (sharded and name.startswith("h."))
 
     def forward(self, tokens: Tensor) -> list[Tensor]:
         cos, sin = (t[: tokens.size(1)] for t in self.turns)
@@ -232,7 +244,7 @@ class Gpt(nn.Module):
         for block in self.h:
             x = block(x, cos, sin)
         x = self.ln_f(x)
-        return [self.lm_head(part) for part in x.split(_CHUNK, dim=1)]
+        return _widened([self.lm_head(part) for part in x.split(_CHUNK, dim=1)])
 
 
 def _widened(chunks: list[Tensor]) -> list[Tensor]:
@@ -249,16 +261,22 @@ def _loss(chunks: list[Tensor], targets: Tensor) -> Tensor:
     return torch.cat(losses).mean()
 
 
-def build(family: str, config: Mapping[str, int], rank: int, dropout: float, seq_len: int, quant: str = "none") -> Any:
-    """A factory of memplan's form: (module, batch_fn, step_fn).  `family`: of FAMILIES; `quant`: of QUANTS."""
-    module = Gpt(config, FAMILIES[family], rank, dropout, quant, seq_len)
+def build(
+    family: str, config: Mapping[str, int], rank: int, dropout: float, seq_len: int, quant: str = "none", sharded: bool = False
+) -> Any:
+    """A factory of memplan's form: (module, batch_fn, step_fn).  `family`: of FAMILIES; `quant`: of QUANTS.
+
+    `sharded`: FSDP with original parameters.  A block's are views of one flat tensor, which needs a gradient since LoRA's part
+    of it does, so autograd makes those of the frozen ones too (_flat_param.py, `_init_flat_param_and_metadata`,
+    `_use_unsharded_views`).
+    """
+    module = Gpt(config, FAMILIES[family], rank, dropout, quant, seq_len, sharded)
 
     def batch(batch_size: int, seq_len: int) -> dict[str, Tensor]:
         ids = torch.arange(batch_size * seq_len).reshape(batch_size, seq_len) % config["vocab_size"]
         return {"tokens": ids, "labels": ids.clone()}
 
     def step(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
-        logits = _widened(model(inputs["tokens"]))
-        return _loss(logits, inputs["labels"])
+        return _loss(model(inputs["tokens"]), inputs["labels"])
 
     return module, batch, step
