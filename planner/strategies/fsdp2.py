@@ -41,6 +41,7 @@ from .fsdp_units import (
     ROOT,
     CastInputs,
     depth,
+    embedding_and_head,
     longest_list,
     must_suit_narrow_trace,
     refuse_two_precisions,
@@ -71,6 +72,10 @@ class Fsdp2Settings:
     """Of the sharded parameters where `param_dtype` is given."""
     blocks: tuple[str, ...] = ()
     """Modules that are wrapped beside the root; empty: every block of the longest list of equal modules."""
+    embedding: str = ""
+    """A module that is wrapped after the blocks, and as they are."""
+    head: tuple[str, ...] = ()
+    """Modules that are one unit, in the order of their forward: `fully_shard([norm, head], reshard_after_forward=False)`."""
     no_sync: bool = True
     """The loop accumulates with `set_requires_gradient_sync(False)`: only the last micro step reduces."""
     cpu_offload: bool = False
@@ -81,7 +86,8 @@ class Fsdp2Settings:
 class _Group:
     """One FSDPParamGroup."""
 
-    fqn: str
+    modules: tuple[str, ...]
+    """In the order of their forward; nearly always one."""
     params: list[TensorSlot]
     drops: bool
     """Whether gathered parameters go after forward."""
@@ -97,6 +103,10 @@ class _Group:
     places: list[int] = field(default_factory=list)  # in the order of the forward
     in_backward: bool = False
     reduced: bool = False
+
+    @property
+    def fqn(self) -> str:
+        return self.modules[0]
 
 
 class FullyShard(Strategy):
@@ -115,6 +125,7 @@ class FullyShard(Strategy):
         self.replicas = replicas
         self.from_host = from_host
         self.settings = settings or Fsdp2Settings()
+        self._wrapped: list[_Group] = []  # in the order in which it is done
         self._groups: dict[int, _Group] = {}  # by module
         self._group_of: dict[str, _Group] = {}  # by parameter
         self._order: list[_Group] = []  # groups as their forwards ended
@@ -186,7 +197,7 @@ class FullyShard(Strategy):
         for slot in trace.buffers:
             sim.place(Component.BUFFER, slot.fqn, slot.shape, slot.dtype)
         offloads = self.settings.cpu_offload
-        for group in sorted(self._groups.values(), key=lambda g: depth(g.fqn)):
+        for group in self._wrapped:
             if from_host:
                 full = self._move(sim, group.params)
             for slot in group.params:
@@ -223,18 +234,19 @@ class FullyShard(Strategy):
 
     def after_module(self, sim: Simulation, module: int, kind: Pass) -> None:
         group = self._groups.get(module)
+        fqn = sim.trace.modules[module].fqn
         if kind is Pass.FORWARD:
-            if group is not None:
+            if group is not None and fqn == group.modules[-1]:
                 if group.drops:
                     self._reshard(sim, group)
                 group.places.append(len(self._order))
                 self._order.append(group)
-            if sim.trace.modules[module].fqn == ROOT and self._last_gather is not None:
+            if fqn == ROOT and self._last_gather is not None:
                 sim.free(self._last_gather)
                 self._last_gather = None
-            if sim.trace.modules[module].fqn == ROOT and self._cast_inputs is not None:
+            if fqn == ROOT and self._cast_inputs is not None:
                 self._cast_inputs.leave_root(sim)
-        elif kind is Pass.BACKWARD and group is not None and group.fqn != ROOT:
+        elif kind is Pass.BACKWARD and group is not None and fqn == group.fqn != ROOT:
             self._left[module] = self._left.get(module, 0) + 1
             if self._left[module] <= self._early.get(module, 0):
                 self._post_backward(sim, group)
@@ -252,7 +264,7 @@ class FullyShard(Strategy):
     def end_of_micro_step(self, sim: Simulation, micro_batch: int) -> None:
         """`_root_post_backward_final_callback`: what has not been reduced yet, root first; then all buffers go."""
         self._micro_batch = (micro_batch + 1) % sim.loop.grad_accum_steps
-        for group in self._groups.values():
+        for group in dict.fromkeys(self._groups.values()):
             if sim.trains and not group.reduced:
                 self._post_backward(sim, group)
             group.reduced = group.in_backward = False
@@ -433,18 +445,25 @@ class FullyShard(Strategy):
         return sim.alloc(Component.COMM_BUFFER, nbytes, group.fqn, what, stream=stream)
 
     def _make_groups(self, trace: StepTrace) -> None:
-        blocks = set(self.block_fqns([(m.fqn, m.class_name) for m in trace.modules]))
+        index = {module.fqn: number for number, module in enumerate(trace.modules)}
+        blocks = sorted(self.block_fqns([(m.fqn, m.class_name) for m in trace.modules]), key=lambda b: (depth(b), index[b]))
+        head = self.settings.head
+        units = [(fqn,) for fqn in (*blocks, self.settings.embedding) if fqn] + [head] * bool(head) + [(ROOT,)]
+        names = [fqn for unit in units for fqn in unit if fqn != ROOT]
         parts: dict[str, list[TensorSlot]] = {}
         for slot in trace.params:
-            parts.setdefault(wrapped_by(slot.fqn, blocks), []).append(slot)
+            parts.setdefault(wrapped_by(slot.fqn, names), []).append(slot)
         reshard = self.settings.reshard_after_forward
-        for index, module in enumerate(trace.modules):
-            params = parts.get(module.fqn)
-            if params and (module.fqn in blocks or module.fqn == ROOT):
-                own = self.settings.root_reshard_after_forward if module.fqn == ROOT else None
-                drops = own if own is not None else module.fqn != ROOT if reshard is None else reshard
-                group = self._groups[index] = _Group(module.fqn, params, drops)
+        for unit in units:
+            params = [slot for fqn in unit for slot in parts.get(fqn, [])]
+            if params:
+                own = self.settings.root_reshard_after_forward if unit == (ROOT,) else False if unit == head else None
+                drops = own if own is not None else unit != (ROOT,) if reshard is None else reshard
+                group = _Group(unit, params, drops)
+                self._wrapped.append(group)
+                self._groups.update((index[fqn], group) for fqn in unit)
                 self._group_of.update((p.fqn, group) for p in params)
+        self._groups = dict(sorted(self._groups.items()))  # what is left to reduce goes in the model's order
 
     def _trained(self, sim: Simulation) -> list[TensorSlot]:
         return [sim.trace.params[i] for i in sorted(sim.trace.params_with_grad)]
@@ -530,17 +549,23 @@ def make(request: Request, trace: StepTrace) -> Strategy:
 def _knobs(settings: FsdpSettings, trace: StepTrace) -> Fsdp2Settings:
     assert isinstance(settings.reshard_after_forward, bool | None)
     classes = settings.transformer_layer_cls_to_wrap
+    root_reshards = settings.root_reshard_after_forward
+    if settings.wrap_embeddings and root_reshards is None:
+        root_reshards = False
+    embedding, head = embedding_and_head(trace) if settings.wrap_embeddings else ("", ())
     blocks = tuple(m.fqn for m in trace.modules if m.class_name in classes and m.fqn != ROOT)
     if classes and not blocks:
         what = f"transformer_layer_cls_to_wrap: the model has no module of class {', '.join(classes)}"
         raise UserError(what, "`memplan trace MODEL` lists its modules")
     return Fsdp2Settings(
         reshard_after_forward=settings.reshard_after_forward,
-        root_reshard_after_forward=settings.root_reshard_after_forward,
+        root_reshard_after_forward=root_reshards,
         param_dtype=settings.param_dtype,
         reduce_dtype=settings.reduce_dtype,
         stored_dtype=settings.stored_dtype or "float32",
         blocks=blocks,
+        embedding=embedding,
+        head=head,
         no_sync=settings.no_sync,
         cpu_offload=settings.cpu_offload,
     )
@@ -550,7 +575,9 @@ def said(request: Request) -> list[str]:
     settings = settings_of(request, version=2)
     copies = settings.replicas(request.nodes)
     said = "fully_shard on every block and on the model, made on the CPU and moved block by block"
-    if settings.reshard_after_forward is None:
+    if settings.wrap_embeddings:
+        said += "; embedding and head are units of their own, as accelerate 1.15 wraps them"
+    elif settings.reshard_after_forward is None:
         said += "; parameters are dropped after forward but the root's"
     if copies > 1:
         said += f"; {copies} copies of the model, each shared by {request.gpus // copies} ranks"

@@ -14,6 +14,9 @@ ROOT = ""
 _MIN_BLOCKS = 2
 _LISTS = ("ModuleList", "Sequential")
 FLOATS = ("float32", "bfloat16", "float16")
+_EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "embed_in", "tok_embeddings", "shared")
+_HEADS = ("lm_head", "embed_out", "output", "cls.predictions.decoder", "lm_head.decoder")
+_OF_PEFT = "base_model.model."
 _SMALL_BUFFER = 1024  # elements: rotary frequencies and the like
 
 
@@ -74,6 +77,29 @@ def _by_size(trace: StepTrace, least: int) -> list[str]:
             if path in left:
                 left[path] -= size
     return found
+
+
+def embedding_and_head(trace: StepTrace) -> tuple[str, tuple[str, ...]]:
+    """What accelerate 1.15 wraps beside the blocks (`fsdp2_prepare_model`): the input embedding, and as one unit the final
+    norm and the head, in the order of their forward.  A tied embedding belongs to that unit, and the first is "".
+
+    Embedding and head are told by the names that transformers gives them; where the model runs one of them more than once,
+    or not at all, there are no such units.
+    """
+    weights = {slot.fqn for slot in trace.params}
+    classes = {m.fqn: m.class_name for m in trace.modules}
+    bare = {fqn: fqn.removeprefix(_OF_PEFT) for fqn in classes}
+    embedding = next((m for m in classes if m.rpartition(".")[2] in _EMBEDDINGS and f"{m}.weight" in weights), None)
+    head = next((m for m in classes if bare[m] in _HEADS), None)
+    blocks = longest_list(list(classes.items()))
+    body = blocks[0].partition(".")[0] if blocks else ROOT
+    norms = [m for m, kind in classes.items() if m.rpartition(".")[0] == body and body and "Norm" in kind]
+    tied = head is not None and f"{head}.weight" not in weights
+    last = [m for m in (embedding if tied else None, norms[-1] if norms else None, head) if m is not None]
+    first = "" if embedding is None or tied else embedding
+    if any(times_entered(trace, fqn) != 1 for fqn in (*last, *([first] if first else []))):
+        return "", ()
+    return first, tuple(last)
 
 
 def depth(fqn: str) -> int:

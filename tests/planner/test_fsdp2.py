@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import textwrap
 
 import numpy as np
@@ -13,6 +14,7 @@ from memplan.planner.loop import LoopFacts
 from memplan.planner.optimizers.traced import traced_rule
 from memplan.planner.simulate import simulate
 from memplan.planner.strategies.fsdp2 import Fsdp2Settings, FullyShard
+from memplan.planner.strategies.fsdp_units import embedding_and_head
 from memplan.planner.strategies.single import SingleDevice
 from memplan.planner.trace.options import TraceOptions
 from memplan.planner.trace.steptrace import Phase, StepTrace
@@ -221,6 +223,57 @@ def test_the_wrapped_modules_can_be_named(tmp_path):
     _, work = run(trace, blocks=("blocks.1",), loop=LoopFacts(iterations=1))
     # forward: the root's two weights, then the block; backward: the block, since the root keeps its own
     assert [w.nbytes for w in work if w.kind == "all_gather"] == [2 * W, W, W]
+
+
+def test_a_head_of_its_own_stays_after_forward_and_an_embedding_does_not(tmp_path):
+    trace = traced(tmp_path, edges="true")
+    ledger, work = run(trace, embedding="first", head=("last",), loop=LoopFacts(iterations=1))
+    assert [w.nbytes for w in work if w.kind == "all_gather"] == [W] * 5 + [W] * 4
+    assert after(ledger, Phase.FORWARD) == 5 * S + W + 5 * H + SCALAR
+
+
+def test_modules_that_are_one_unit_are_gathered_and_reduced_together(tmp_path):
+    trace = traced(tmp_path, edges="true")
+    _, work = run(trace, blocks=("blocks.0", "blocks.1"), head=("blocks.2", "last"), loop=LoopFacts(iterations=1))
+    # forward: the root's first weight, two blocks, the unit; backward: the blocks, as the root and the unit kept theirs
+    assert [w.nbytes for w in work if w.kind == "all_gather"] == [W, W, W, 2 * W, W, W]
+    assert [w.nbytes for w in work if w.kind == "reduce_scatter"] == [2 * W, W, W, W]
+
+
+@pytest.mark.parametrize(
+    ("config", "embedding", "head"),
+    [
+        ({"model_type": "llama"}, "model.embed_tokens", ("model.norm", "lm_head")),
+        ({"model_type": "llama", "tie_word_embeddings": True}, "", ("model.embed_tokens", "model.norm", "lm_head")),
+        ({"model_type": "gpt2"}, "", ("transformer.wte", "transformer.ln_f", "lm_head")),
+        ({"model_type": "gpt_neox"}, "gpt_neox.embed_in", ("gpt_neox.final_layer_norm", "lm_head")),
+        ({"model_type": "bert"}, "", ("bert.embeddings.word_embeddings", "cls.predictions.decoder")),
+        ({"model_type": "bert", "task": "seq-classification"}, "bert.embeddings.word_embeddings", ()),
+        ({"model_type": "qwen2", "task": "seq-classification"}, "model.embed_tokens", ("model.norm",)),
+    ],
+    ids=str,
+)
+def test_accelerates_units_are_those_that_it_finds(tmp_path, config, embedding, head):
+    transformers = pytest.importorskip("transformers")
+    fsdp_utils = pytest.importorskip("accelerate.utils.fsdp_utils")
+    small = {
+        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 128,
+        "num_key_value_heads": 2, "tie_word_embeddings": config["model_type"] in ("gpt2", "bert"),
+    }  # fmt: skip
+    task = config.get("task", "masked-lm" if config["model_type"] == "bert" else "causal-lm")
+    auto = {"causal-lm": "CausalLM", "masked-lm": "MaskedLM", "seq-classification": "SequenceClassification"}[task]
+    made = {**small, **{key: value for key, value in config.items() if key not in ("model_type", "task")}}
+    real = transformers.AutoConfig.for_model(config["model_type"], **made)
+    (tmp_path / "config.json").write_text(json.dumps(real.to_dict()))
+    model = getattr(transformers, f"AutoModelFor{auto}").from_config(real)
+
+    trace = trace_step(load(str(tmp_path), task=task), TraceOptions(batch_size=1, seq_len=8, target="cpu"))
+    found = embedding_and_head(trace)
+
+    assert found == (embedding, head)
+    names = {module: name for name, module in model.named_modules()}
+    theirs = [model.get_input_embeddings(), fsdp_utils._find_final_norm(model), model.get_output_embeddings()]
+    assert set(filter(None, (found[0], *found[1]))) == {names[module] for module in theirs if module is not None}
 
 
 def test_a_module_that_is_not_there_cannot_be_wrapped(tmp_path):

@@ -105,6 +105,10 @@ FSDP2 = {
     "accumulated in shards, zeroed": (
         LLAMA, 4, 0, Fsdp2Settings(no_sync=False), {"grad_accum_steps": 2, "set_to_none": False}, None,
     ),
+    "accelerate's units": (
+        LLAMA, 4, 0, Fsdp2Settings(embedding="model.embed_tokens", head=("model.norm", "lm_head")), {}, None,
+    ),
+    "accelerate's units, tied": (GPT2, 4, 0, Fsdp2Settings(head=("transformer.wte", "transformer.ln_f", "lm_head")), {}, None),
     "recompute": (LLAMA, 4, 0, Fsdp2Settings(), {"recompute": "full"}, None),
     "autocast": (LLAMA, 4, 1, Fsdp2Settings(), {"precision": "bf16-autocast"}, None),
     "experts": (MIXTRAL, 4, 0, Fsdp2Settings(), {}, None),

@@ -318,6 +318,10 @@ def _fsdp2(module: Any, parallel: FullyShard, mesh: Any) -> Any:
     names = parallel.block_fqns([(n, type(m).__name__) for n, m in module.named_modules()])
     for fqn in sorted(names, key=lambda name: -name.count(".")):  # a wrapped module takes what its wrapped parts left
         fully_shard(module.get_submodule(fqn), **how)
+    if settings.embedding:
+        fully_shard(module.get_submodule(settings.embedding), **how)
+    if settings.head:
+        fully_shard([module.get_submodule(fqn) for fqn in settings.head], **{**how, "reshard_after_forward": False})
     if settings.root_reshard_after_forward is not None:
         how["reshard_after_forward"] = settings.root_reshard_after_forward
     return fully_shard(module, **how)
