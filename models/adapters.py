@@ -11,6 +11,7 @@ Free of torch and peft until `apply` is called.
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -82,6 +83,8 @@ QLORA = "qlora"  # a method of its own in people's words: LoRA on a 4-bit base
 ADAPTER_METHODS = ("lora", QLORA, *(kind for kind in KINDS if kind != "lora"))
 BASE_QUANTS = ("none", "nf4", "nf4-dq", "fp4", "fp4-dq", "int8", "gptq")
 _DEFAULT_TOKENS = 20  # where a kind needs a number of virtual tokens and none is given: the one of peft's own examples
+PATTERN = "re:"  # before a regular expression in the place of names
+_OF_PATTERNS = "*[]()|^$+?\\"
 TASK_TYPES = {
     "causal-lm": "CAUSAL_LM",
     "seq2seq-lm": "SEQ_2_SEQ_LM",
@@ -101,7 +104,8 @@ class AdapterSettings:
     alpha: float | None = None
     dropout: float | None = None
     targets: tuple[str, ...] = ()
-    """Names of modules, as a path or its end, or ("all-linear",).  (): what peft takes for the family."""
+    """Names of modules, as a path or its end, ("all-linear",), or ("re:PATTERN",), which the whole path of a module has to
+    match.  (): what peft takes for the family."""
     modules_to_save: tuple[str, ...] = ()
     """Modules that train in full beside the adapter."""
     virtual_tokens: int | None = None
@@ -318,6 +322,8 @@ def _targets(module: nn.Module, wanted: tuple[str, ...], kind: str) -> tuple[Any
     """(target_modules for peft, None for its own choice; notes)."""
     from peft.utils import constants
 
+    if wanted and wanted[0].startswith(PATTERN):
+        return _matching(module, wanted[0].removeprefix(PATTERN), "--lora-targets"), []
     if wanted and wanted != (ALL_LINEAR,):
         return _known(module, wanted, "--lora-targets"), []
     if not wanted:
@@ -353,6 +359,25 @@ def _every_linear(module: nn.Module) -> list[str]:
     if not names:
         raise UserError("--lora-targets all-linear: the model has no linear layer", "Name modules with --lora-targets")
     return names
+
+
+def targets_of(text: str) -> tuple[str, ...]:
+    """What `target_modules` of peft, given as one text, says: a name, "all-linear", or a pattern."""
+    return (f"{PATTERN}{text}",) if any(char in text for char in _OF_PATTERNS) else (text,)
+
+
+def _matching(module: nn.Module, pattern: str, option: str) -> str:
+    """The pattern, of which `re.fullmatch` finds a module: peft's own rule.  Raises UserError."""
+    try:
+        found = any(re.fullmatch(pattern, path) for path, _ in module.named_modules())
+    except re.error as error:
+        raise UserError(f"{option} {PATTERN}{pattern}: is no regular expression: {error}", "Write names, or mend it") from error
+    if not found:
+        raise UserError(
+            f"{option} {PATTERN}{pattern}: the path of no module of {type(module).__name__} matches it as a whole",
+            "Begin it with .* for a path of any depth",
+        )
+    return pattern
 
 
 def _known(module: nn.Module, wanted: Iterable[str], option: str) -> list[str]:

@@ -127,7 +127,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     adapters.add_argument("--lora-rank", type=int, metavar="R", help="rank; of OFT and C3A the block size (default: peft's)")
     adapters.add_argument("--lora-alpha", type=float, metavar="A", help="scale of the adapter: no memory depends on it")
     adapters.add_argument("--lora-dropout", type=float, metavar="P", help="dropout in front of the adapter (default: peft's)")
-    targets = "all-linear, or module names: q_proj,v_proj (default: what peft takes for the family)"
+    targets = "all-linear, module names: q_proj,v_proj, or re:PATTERN for whole paths (default: what peft takes for the family)"
     adapters.add_argument("--lora-targets", metavar="NAMES", help=targets)
     adapters.add_argument(
         "--modules-to-save", metavar="NAMES", help="modules that train in full beside the adapter: lm_head,..."
@@ -279,7 +279,7 @@ def _adapter_given(args: argparse.Namespace) -> dict[str, Any]:
         "rank": args.lora_rank,
         "alpha": args.lora_alpha,
         "dropout": args.lora_dropout,
-        "targets": _names(args.lora_targets),
+        "targets": (args.lora_targets,) if (args.lora_targets or "").startswith("re:") else _names(args.lora_targets),
         "modules_to_save": _names(args.modules_to_save),
         "virtual_tokens": args.virtual_tokens,
         "base_quant": args.base_quant,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ...errors import CannotTell
-from ...models.adapters import ALL_LINEAR, KINDS, TASK_TYPES, AdapterSettings, require
+from ...models.adapters import ALL_LINEAR, KINDS, PATTERN, TASK_TYPES, AdapterSettings, require
 from ..trace.options import AUTOCAST_DTYPE, PARAM_DTYPE
 
 if TYPE_CHECKING:
@@ -53,6 +53,8 @@ def _targets(settings: AdapterSettings, model_type: str | None) -> Any:
     """Names, "all-linear", or None for what peft takes for the family."""
     from peft.utils import constants
 
+    if settings.targets and settings.targets[0].startswith(PATTERN):
+        return settings.targets[0].removeprefix(PATTERN)
     if settings.targets and settings.targets != (ALL_LINEAR,):
         return list(settings.targets)
     if settings.targets:

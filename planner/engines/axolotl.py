@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from ...errors import UserError, did_you_mean
+from ...models.adapters import targets_of
 from . import training_args
 from .imported import Imported, Said
 from .keys import Keys
@@ -297,7 +298,7 @@ def _adapter(keys: Keys, said: dict[str, Said], reasons: list[str]) -> dict[str,
         "rank": keys.number("lora_r"),
         "alpha": keys.real("lora_alpha"),
         "dropout": keys.real("lora_dropout"),
-        "targets": _targets(keys, reasons),
+        "targets": _targets(keys),
         "modules_to_save": keys.words("lora_modules_to_save"),
     }
     dora, rslora = keys.flag("peft_use_dora"), keys.flag("peft_use_rslora")
@@ -345,13 +346,13 @@ def _adapter(keys: Keys, said: dict[str, Said], reasons: list[str]) -> dict[str,
     return adapter
 
 
-def _targets(keys: Keys, reasons: list[str]) -> tuple[str, ...]:
+def _targets(keys: Keys) -> tuple[str, ...]:
     linear = keys.flag("lora_target_linear")
     value = keys.get("lora_target_modules")
-    if isinstance(value, str) and any(char in value for char in "*[]()|^$+?\\"):
-        reasons.append(f"{keys.at('lora_target_modules')}: lora_target_modules is a pattern, which is not modelled yet")
-        return ()
-    return ("all-linear",) if linear else keys.words("lora_target_modules")
+    if linear:
+        return ("all-linear",)
+    pattern = targets_of(value) if isinstance(value, str) else ()
+    return pattern if pattern and pattern[0] != value else keys.words("lora_target_modules")
 
 
 def _attention(keys: Keys, said: dict[str, Said], reasons: list[str], notes: list[str], *, full: bool) -> None:

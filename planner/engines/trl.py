@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from ...errors import UserError
+from ...models.adapters import targets_of
 from . import training_args
 from .imported import Imported, Said
 from .keys import Keys
@@ -135,6 +136,11 @@ def _length(keys: Keys, said: dict[str, Said], notes: list[str]) -> None:
         notes.append(f"{key}: a batch of samples of that length is answered for; shorter ones need less")
 
 
+def _targets(words: tuple[str, ...]) -> tuple[str, ...]:
+    """A list of one is given to peft as a text, which may be a pattern."""
+    return targets_of(words[0]) if len(words) == 1 else words
+
+
 def _adapter(keys: Keys, said: dict[str, Said]) -> dict[str, Said]:
     in4, in8 = keys.flag("load_in_4bit"), keys.flag("load_in_8bit")
     if in4 and in8:
@@ -143,7 +149,7 @@ def _adapter(keys: Keys, said: dict[str, Said]) -> dict[str, Said]:
         "rank": (keys.number("lora_r") or 16, "lora_r"),
         "alpha": (keys.real("lora_alpha") or 32.0, "lora_alpha"),
         "dropout": (0.05 if (drop := keys.real("lora_dropout")) is None else drop, "lora_dropout"),
-        "targets": (keys.words("lora_target_modules"), "lora_target_modules"),
+        "targets": (_targets(keys.words("lora_target_modules")), "lora_target_modules"),
         "modules_to_save": (keys.words("lora_modules_to_save"), "lora_modules_to_save"),
     }
     dora, rslora = keys.flag("use_dora"), keys.flag("use_rslora")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from memplan.errors import CannotTell, UserError
 from memplan.models import build, load
-from memplan.models.adapters import ADAPTER_METHODS, KINDS, AdapterSettings, Kind, base_of, library_versions
+from memplan.models.adapters import ADAPTER_METHODS, KINDS, AdapterSettings, Kind, base_of, library_versions, targets_of
 from memplan.models.builder import casts_in_place
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -223,3 +223,37 @@ def test_the_versions_of_the_libraries_go_with_the_settings():
     assert library_versions(None) == {}
     assert set(library_versions(AdapterSettings())) == {"peft"}
     assert set(library_versions(AdapterSettings.of("qlora"))) == {"peft", "bitsandbytes"}
+
+
+@pytest.mark.parametrize(
+    ("pattern", "names", "layers"),
+    [
+        (r".*\.(q|o)_proj", ("q_proj", "o_proj"), 2),
+        (r"model\.layers\.1\..*_proj", tuple(LINEARS), 1),
+        (r"model\.layers\.\d{1,2}\.mlp\..*", ("gate_proj", "up_proj", "down_proj", "act_fn"), 2),
+    ],
+)
+def test_a_pattern_takes_the_modules_whose_whole_path_it_matches(pattern, names, layers):
+    settings = AdapterSettings(rank=4, targets=(f"re:{pattern}",))
+    if "act_fn" in names:
+        with pytest.raises(UserError, match="peft refuses"):
+            adapted(settings)
+        return
+    module, _ = adapted(settings)
+    assert sum(p.numel() for p in trained(module).values()) == layers * sum(4 * sum(LINEARS[name]) for name in names)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "words"),
+    [("q_proj", "matches it as a whole"), ("(q_proj", "is no regular expression"), ("q_.*", "Begin it with")],
+)
+def test_a_pattern_that_takes_nothing_is_refused_with_the_way_out(pattern, words):
+    with pytest.raises(UserError, match=words):
+        adapted(AdapterSettings(targets=(f"re:{pattern}",)))
+
+
+@pytest.mark.parametrize(
+    ("text", "targets"), [("q_proj", ("q_proj",)), ("all-linear", ("all-linear",)), (".*_proj", ("re:.*_proj",))]
+)
+def test_one_text_is_a_name_or_a_pattern(text, targets):
+    assert targets_of(text) == targets

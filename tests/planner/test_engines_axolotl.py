@@ -232,7 +232,8 @@ def test_what_contradicts_itself_is_a_mistake_with_both_lines(training_file, lin
 @pytest.mark.parametrize(
     "lines",
     ["rl: dpo", "unfrozen_parameters: ['^lm_head']", "context_parallel_size: 2",
-     "attn_implementation: xformers", "optimizer: came_pytorch", "adapter: lora\nlora_target_modules: 'layers.*proj'"],
+     "attn_implementation: xformers", "optimizer: came_pytorch",
+     "adapter: lora\npeft: {loftq_config: {loftq_bits: 4}}"],
 )  # fmt: skip
 def test_what_is_not_modelled_gives_no_answer_and_says_the_line(training_file, lines):
     with pytest.raises(CannotTell, match=r"line 4: .*not modelled yet|line 5: .*not modelled yet"):
@@ -263,3 +264,9 @@ def test_a_loss_in_chunks_is_counted_whole_where_the_strategy_runs_the_whole_mod
     assert alone["loss"] == "liger"
     assert several["loss"] is None
     assert any("all logits are counted at once" in note for note in several["notes"])
+
+
+def test_a_pattern_of_targets_is_read_by_the_rule_of_peft(training_file):
+    batch = "base_model: gpt2\nmicro_batch_size: 1\ngradient_accumulation_steps: 1\n"
+    made = training_file.asked(f"{batch}adapter: lora\nlora_target_modules: 'h\\.(0|1)\\..*attn'\n")
+    assert made["adapter"].targets == (r"re:h\.(0|1)\..*attn",)

@@ -135,3 +135,12 @@ def test_a_length_that_cuts_nothing_is_said_to_be_left_open(training_file):
 
 def test_ligers_kernels_fuse_head_and_loss(training_file):
     assert training_file.asked(SMALL + "use_liger_kernel: true\n")["loss"] == "liger"
+
+
+@pytest.mark.parametrize(
+    ("said", "targets"),
+    [("['.*_proj']", ("re:.*_proj",)), ("[q_proj, k_proj]", ("q_proj", "k_proj")), ("[all-linear]", ("all-linear",))],
+)
+def test_a_list_of_one_target_may_be_a_pattern(training_file, said, targets):
+    made = training_file.asked(f"model_name_or_path: gpt2\nuse_peft: true\nmax_length: 64\nlora_target_modules: {said}\n")
+    assert made["adapter"].targets == targets
