@@ -150,7 +150,7 @@ def cells(answer: Answer) -> tuple[str, ...]:
         would = f"; it would fit with {plan.would_fit[0]}" if plan.would_fit else ""
         return answer.scenario.asked, f"no plan fits: {needs}{would}", "-", f"{plan.usable_bytes / GiB:.1f}", "-", verdict
     name = best.name + (f"; gives up: {', '.join(best.gives_up)}" if best.gives_up else "")
-    memory = f"{best.reserved_peak_bytes / GiB:.1f} of {plan.usable_bytes / GiB:.1f}"
+    memory = f"{best.held_bytes / GiB:.1f} of {plan.usable_bytes / GiB:.1f}"
     if best.verdict is Verdict.TIGHT:
         memory += " (only just)"
     if best.host_bytes >= GiB:

@@ -13,12 +13,13 @@ import shlex
 from typing import TYPE_CHECKING, Any
 
 from ...errors import CannotTell
+from .plan_file import MEZO_SCRIPT
 from .zo_file import CONFIG, RUN, ZoFile
 
 if TYPE_CHECKING:
     from ..request import Request
 
-MEZO_ARGS, MEZO_SCRIPT = "mezo_args.json", "mezo.sh"
+MEZO_ARGS = "mezo_args.json"
 ZO2_CONFIG, ZO2_SCRIPT = "zo2_config.json", "train.py"
 DIST_SCRIPT = "distzo2.sh"
 RUNTIME = "memplan.validator.runtimes.zo"

@@ -27,10 +27,11 @@ if TYPE_CHECKING:
     from ..trace.source import TraceSource
 
 _MOST_TRIES = 5
-_STEP = 0.002  # of the limit: the least that it is lowered by, so that another policy is found
+_STEP, _LONGER_STEP = 0.002, 3  # of the limit: the least that it is lowered by; times more after each failure
 _LONGER = (2, 4)  # blocks of a segment
 _OF_THE_MODEL = (Component.ACTIVATION, Component.TEMP)
 _OUTSIDE, _ELSE = -1, -2  # in the place of a block's number: of the model but in no block, and not of the model
+_GAINED = 0.97  # of a full recompute's time: above it the choice has gained nothing
 _WORTH_IT = 0.01  # of the limit: room that is left over and worth another solution
 
 
@@ -96,6 +97,7 @@ def resolve(request: Request, traces: TraceSource) -> Selected:
     room = limit - (least.reserved_peak_bytes - least.allocated_peak_bytes)
     low, high = 0, 2 * limit  # rooms that are known to be too small, and too large
     tried: set[str] = set()
+    step = _STEP
     for _ in range(_MOST_TRIES):
         solution = solve(blocks, moments, room)
         if solution is None:  # the allocator's holes are not that large at every moment
@@ -110,11 +112,16 @@ def resolve(request: Request, traces: TraceSource) -> Selected:
         left = limit - found.reserved_peak_bytes
         if left >= 0 and solution.seconds < best.recompute_s:
             best = Selected(asked, found, limit, solution.seconds, full_s)
-        if 0 <= left <= _WORTH_IT * limit:
+        gained = best.recompute_s < _GAINED * full_s
+        if 0 <= left <= _WORTH_IT * limit and gained:
             break
         if left < 0:
             high = room
-        room += left if left >= 0 else min(left, -int(_STEP * limit))
+        elif not gained:  # what PyTorch holds is not what its tensors take: there may be room between them
+            low, room = room, (room + min(high, limit)) // 2
+            continue
+        room += left if left >= 0 else min(left, -int(step * limit))
+        step *= _LONGER_STEP if left < 0 else 1
         if not low < room < high:
             room = (low + high) // 2
     return best

@@ -12,7 +12,7 @@ from ..recompute.policy import SELECTIVE
 from .bounds import Bounds
 from .plan import Candidate, Plan, Refused
 from .search import Found, Judged, Score, candidate_of, judge, row_of, score_of, search, shape_of
-from .space import TO_THE_HOST, Wanted, candidates, divisors, levels
+from .space import NVME, TO_THE_HOST, Wanted, candidates, divisors, levels
 
 if TYPE_CHECKING:
     from ...models import ModelSpec
@@ -24,6 +24,7 @@ _CLOSEST_TRIED = 2  # configurations with the lowest bounds that are simulated w
 _MOST_REFUSED = 4
 _MOST_EVENTS = 50_000  # of a micro step: beyond it choosing what is recomputed takes half a minute
 _MOST_TIMES_GPUS = 128
+_SHARDED = ("zero3", "fsdp2")  # what shards all, and is tried on more GPUs
 _FEWER_GPUS = (1, 2, 4, 8)  # of one machine, tried for the least cost
 _WORTH_SAYING = 1 << 30  # bytes of host memory
 _SHORTEST = 64  # tokens; shorter samples are no way out
@@ -97,8 +98,9 @@ def make_plan(
     notes: list[str] = []
     seen: set[Any] = set()
     everything = Found()
+    why_not: dict[str, str] = {}
     for number, level in enumerate(levels(wanted, nvme=base.nvme_bytes is not None, alone=len(bases) == 1 and base.gpus == 1)):
-        fresh = [r for r in candidates(bases, wanted, level) if (shape_of(r), r.micro_batch_size) not in seen]
+        fresh = [r for r in candidates(bases, wanted, level, why_not) if (shape_of(r), r.micro_batch_size) not in seen]
         seen |= {(shape_of(r), r.micro_batch_size) for r in fresh}
         if not fresh:
             continue
@@ -119,7 +121,11 @@ def make_plan(
             everything.best = found.best
             break
     if not everything.num_considered:
-        raise UserError("no configuration answers to these choices", "Leave some of --strategy, --precision, --offload ... out")
+        because = f": {next(iter(why_not.values()))}" if why_not else ""
+        step = "Leave some of --method, --strategy, --precision, --optimizer, --offload ... out"
+        raise UserError(f"no configuration answers to these choices{because}", step)
+    tried = {shape[0] for shape, _ in seen}
+    notes += [f"--method {m} is not among them: {why_not[m]}" for m in wanted.methods or () if m in why_not and m not in tried]
     return _plan(base, bases, wanted, everything, bounds, traces, notes, top)
 
 
@@ -185,7 +191,7 @@ def _plan(
         seq_len=base.seq_len,
         objective=wanted.objective,
         candidates=rows,
-        refused=_refused(found, ranked) if ranked else (),
+        refused=_refused(found, ranked, wanted.objective) if ranked else (),
         closest=closest,
         would_fit=would_fit,
         notes=(*base.defaults, *notes),
@@ -236,6 +242,7 @@ def _question(base: Request, bases: Mapping[int, Request], wanted: Wanted) -> di
 def _why_not_more(request: Request, found: Found) -> str:
     """Why the next larger micro batch of the same shape was refused; "" where none was."""
     shape = shape_of(request)
+    each = request.micro_batch_size * request.loop.grad_accum_steps
     larger = [
         refused
         for _, other, refused in found.refused
@@ -244,16 +251,19 @@ def _why_not_more(request: Request, found: Found) -> str:
     if not larger:
         return ""
     next_one = min(larger, key=lambda refused: refused.micro_batch_size)
-    return f"micro batch {next_one.micro_batch_size} {next_one.reason}"
+    between = [n for n in divisors(each) if request.micro_batch_size < n < next_one.micro_batch_size]
+    no_better = f"micro batch {' and '.join(map(str, between))} would not come before it, and " if between else ""
+    return f"{no_better}micro batch {next_one.micro_batch_size} {next_one.reason}"
 
 
-def _refused(found: Found, ranked: list[tuple[Score, Judged]]) -> tuple[Refused, ...]:
+def _refused(found: Found, ranked: list[tuple[Score, Judged]], objective: str) -> tuple[Refused, ...]:
     """What would have been ranked before the winner: of each row that the plan has not, the first."""
     winner = ranked[0][0]
     shown = {row_of(judged.request) for _, judged in ranked}
     picked: dict[Any, Refused] = {}
     for score, request, refused in sorted(found.refused, key=lambda entry: entry[0]):
-        if score < winner and row_of(request) not in shown:
+        first = score < winner and not (objective == "memory" and refused.needs_bytes >= winner[0])  # the score was a bound
+        if first and row_of(request) not in shown:
             picked.setdefault(row_of(request), refused)
     return tuple(picked.values())[:_MOST_REFUSED]
 
@@ -293,6 +303,7 @@ def _would_fit(request: Request, wanted: Wanted, traces: TraceSource) -> list[st
     if host.failure is None:
         if request.host_ram_bytes is not None and host.host.node_bytes > request.host_ram_bytes:
             said.append(f"{gib(host.host.node_bytes)} of host memory in each machine (--host-ram)")
+            said += _on_nvme(request, traces) if request.nvme_bytes is None and wanted.offloads is None else []
         if request.nvme_bytes is not None and host.host.node_nvme_bytes > request.nvme_bytes:
             said.append(f"{gib(host.host.node_nvme_bytes)} on NVMe in each machine (--nvme)")
         return said
@@ -306,6 +317,20 @@ def _would_fit(request: Request, wanted: Wanted, traces: TraceSource) -> list[st
     if length:
         said.append(length)
     return said
+
+
+def _on_nvme(request: Request, traces: TraceSource) -> list[str]:
+    """What is offloaded, on NVMe instead, where that fits."""
+    for offload in reversed(NVME):
+        asked = request.but(strategy="zero3", offload=offload)
+        try:
+            asked.check()
+            found = judge(_short(asked), traces).prediction
+        except (CannotTell, UserError):
+            continue
+        if found.fits:
+            return [f"{gib(found.host.node_nvme_bytes)} on NVMe in each machine (--nvme; {candidate_of(asked).name})"]
+    return []
 
 
 def _short(request: Request) -> Request:
@@ -328,18 +353,20 @@ def _more_gpus(request: Request, wanted: Wanted, traces: TraceSource) -> str:
     times = 2
     while times <= _MOST_TIMES_GPUS:
         gpus = request.gpus * times
-        strategy = "fsdp2" if request.strategy in ("single", "release", "ddp") else request.strategy
-        precision = request.precision.replace("-autocast", "-mixed") if strategy == "fsdp2" else request.precision
+        own = "fsdp2" if request.strategy in ("single", "release", "ddp") else request.strategy
         nodes = max(1, gpus // 8) if each >= 4 or gpus > 8 else 1  # 8 GPUs a machine, as they are sold
-        device = request.device if request.gpus > 1 else with_nccl(request.device, gpus, strategy)
         accumulated = max(1, wanted.global_batch_size // gpus // request.micro_batch_size)
-        asked = request.but(
-            gpus=gpus, nodes=nodes, strategy=strategy, precision=precision, device=device, grad_accum_steps=accumulated,
-            micro_batch_size=min(request.micro_batch_size, max(1, wanted.global_batch_size // gpus)),
-        )  # fmt: skip
-        if _fits(asked, traces):
-            batch = f", {gpus} samples a step" if gpus > wanted.global_batch_size else ""
-            return f"{gpus} GPUs of this kind ({candidate_of(asked).name}, micro batch {asked.micro_batch_size}{batch})"
+        for strategy in dict.fromkeys((own, *(_SHARDED if wanted.strategies is None else ()))):
+            precision = request.precision.replace("-autocast", "-mixed") if strategy in _SHARDED else request.precision
+            device = request.device if request.gpus > 1 else with_nccl(request.device, gpus, strategy)
+            asked = request.but(
+                gpus=gpus, nodes=nodes, strategy=strategy, precision=precision, device=device, grad_accum_steps=accumulated,
+                micro_batch_size=min(request.micro_batch_size, max(1, wanted.global_batch_size // gpus)),
+                optimizer_impl="default" if strategy.startswith("zero") else request.optimizer_impl,
+            )  # fmt: skip
+            if _fits(asked, traces):
+                batch = f", {gpus} samples a step" if gpus > wanted.global_batch_size else ""
+                return f"{gpus} GPUs of this kind ({candidate_of(asked).name}, micro batch {asked.micro_batch_size}{batch})"
         times *= 2
     return ""
 

@@ -30,6 +30,7 @@ import numpy as np
 from ...errors import CannotTell, UserError
 from ...models.adapters import ADAPTER_METHODS
 from ..optimizers.catalogue import TORCH_COPIES
+from ..optimizers.methods import METHODS as OPTIMIZER_METHODS
 from ..recompute.policy import is_selective
 from ..strategies import MIXED, ZEROTH_ORDER, traced_as
 from ..timeline.roofline import OpTable
@@ -65,6 +66,8 @@ def state_bytes(request: Request, sizes: Sizes) -> tuple[int, int, int]:
         return sizes.num_params * _itemsize(request), 0, 0
     if request.method in ZEROTH_ORDER or request.method in ADAPTER_METHODS:
         return 0, 0, 0  # blocks on the host; a base of any number of bits
+    if request.method in OPTIMIZER_METHODS:  # what they keep beside the weights is their own
+        return sizes.num_params * _itemsize(request) if request.gpus == 1 and not request.offload else 0, 0, 0
     params, trained, copies = sizes.num_params, sizes.num_trained, TORCH_COPIES.get(request.optimizer, 0)
     size = _itemsize(request)
     grads = size * trained

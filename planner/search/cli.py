@@ -27,7 +27,10 @@ def add_commands(commands: Any) -> None:
     what.add_argument(
         "--global-batch", type=int, metavar="N", help="samples in one optimizer step, of all GPUs (default: 8 each)"
     )
-    what.add_argument("--method", metavar="A,B", help="full, lora, qlora, mezo, zo2, distzo2, or any")
+    methods = (
+        "as for `memplan fit`: full, lora, qlora, galore, badam, lomo, mezo, zo2 ..; any: full, lora, qlora and zeroth order"
+    )
+    what.add_argument("--method", metavar="A,B", help=methods)
     what.add_argument("--strategy", metavar="A,B", help="single, release, ddp, zero1 .. zero3, fsdp1, fsdp2, hsdp")
     what.add_argument("--precision", metavar="A,B", help="as for `memplan fit` (default: 16-bit compute, fp32 masters)")
     what.add_argument("--optimizer", metavar="A,B", help="of `memplan optimizers list` (default: adamw)")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import UserError
+from ..optimizers.methods import METHODS, default_optimizer
 from ..prediction import Verdict
 from ..recompute.policy import PREFIX
 
@@ -36,8 +37,9 @@ class Candidate:
     """PYTORCH_ALLOC_CONF that it needs; "" for none."""
     verdict: Verdict
     reserved_peak_bytes: int
-    """The most that PyTorch holds on a GPU."""
+    """The most that PyTorch would hold on a GPU without a limit."""
     headroom_bytes: int
+    """Of what PyTorch can have, without `reserved_peak_bytes`; below 0 it fits because PyTorch empties its cache."""
     host_bytes: int
     """Host memory of one machine, all its ranks together."""
     nvme_bytes: int
@@ -55,6 +57,11 @@ class Candidate:
         return self.verdict in (Verdict.FITS, Verdict.TIGHT)
 
     @property
+    def held_bytes(self) -> int:
+        """The most that PyTorch holds on a GPU: no more than it can have."""
+        return self.reserved_peak_bytes + min(self.headroom_bytes, 0)
+
+    @property
     def name(self) -> str:
         """Short, for people: what differs from one candidate to the next."""
         parts = [self.strategy if self.method == "full" else self.method]
@@ -63,7 +70,7 @@ class Candidate:
         if self.offload:
             parts.append(f"offload {'+'.join(self.offload)}")
         parts.append(self.precision)
-        if self.optimizer != "adamw":
+        if self.optimizer != (default_optimizer(self.method) if self.method in METHODS else "adamw"):
             parts.append(self.optimizer)
         if self.recompute != "none":
             parts.append("recompute selective" if self.recompute.startswith(PREFIX) else f"recompute {self.recompute}")

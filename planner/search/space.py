@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from ...errors import CannotTell, UserError
 from ...models.adapters import ADAPTER_METHODS
+from ..optimizers.methods import LAYERWISE, OPTIMIZERS, default_optimizer, optimizer_under
 from ..strategies import SINGLE, ZEROTH_ORDER
 
 if TYPE_CHECKING:
@@ -20,10 +21,10 @@ if TYPE_CHECKING:
 OBJECTIVES = ("throughput", "memory", "cost", "quality-first")
 ANY = "any"
 _FUSED = ("adamw", "adam", "sgd-momentum")  # torch has a fused kernel: the same numbers, without temporary copies
-_CPU: tuple[str, ...] = ("optimizer", "param")
-_NVME: tuple[str, ...] = ("optimizer:nvme", "param:nvme")
-_ADAPTERS = tuple(m for m in ("lora", "qlora") if m in ADAPTER_METHODS)  # of the many kinds, those that people take
 Offload = tuple[str, ...]
+_CPU: Offload = ("optimizer", "param")
+NVME: tuple[Offload, ...] = (("optimizer:nvme",), ("optimizer:nvme", "param"), ("optimizer:nvme", "param:nvme"))
+_ADAPTERS = tuple(m for m in ("lora", "qlora") if m in ADAPTER_METHODS)  # of the many kinds, those that people take
 TO_THE_HOST = "part of it leaves the GPU"
 
 
@@ -103,26 +104,36 @@ def _methods(asked: tuple[str, ...] | None) -> tuple[str, ...]:
     return ("full", *_ADAPTERS, *ZEROTH_ORDER) if ANY in asked else asked
 
 
-def candidates(bases: Mapping[int, Request], wanted: Wanted, level: Level) -> Iterator[Request]:
+def candidates(
+    bases: Mapping[int, Request], wanted: Wanted, level: Level, why_not: dict[str, str] | None = None
+) -> Iterator[Request]:
     """Every configuration of `level`: those first that need least of the machine.
 
-    `bases`: by number of GPUs, the question without the choices.  Pairs that cannot be are left out.
+    `bases`: by number of GPUs, the question without the choices.  What cannot be is left out; `why_not` is told why, by method.
     """
+    why_not = {} if why_not is None else why_not
     for gpus, base in bases.items():
         for method in level.methods:
             for strategy, offload in _placements(method, gpus, base.nodes, wanted, level):
                 for precision in _precisions(base, method, strategy, wanted, level):
-                    for optimizer in level.optimizers if method not in ZEROTH_ORDER else ("adamw",):
+                    for optimizer in _optimizers(method, wanted, level, why_not):
                         for recompute in level.recomputes if method not in ZEROTH_ORDER else ("none",):
-                            shape = _shape(base, method, strategy, offload, precision, optimizer, recompute)
+                            shape = _shape(base, method, strategy, offload, precision, optimizer, recompute, why_not)
                             if shape is not None:
                                 yield from _batches(shape, wanted)
 
 
 def _shape(
-    base: Request, method: str, strategy: str, offload: Offload, precision: str, optimizer: str, recompute: str
+    base: Request,
+    method: str,
+    strategy: str,
+    offload: Offload,
+    precision: str,
+    optimizer: str,
+    recompute: str,
+    why_not: dict[str, str],
 ) -> Request | None:
-    """The configuration, for a micro batch of 1; None where its parts do not go together."""
+    """The configuration, for a micro batch of 1; None where its parts do not go together, and why in `why_not`."""
     from ..strategies.zo_settings import ZoSettings
 
     fused = optimizer in _FUSED and not offload and not strategy.startswith("zero") and method not in ZEROTH_ORDER
@@ -140,9 +151,25 @@ def _shape(
     )
     try:
         shape.check()
-    except (CannotTell, UserError):
+    except (CannotTell, UserError) as error:
+        why_not.setdefault(method, str(error))
         return None
     return shape
+
+
+def _optimizers(method: str, wanted: Wanted, level: Level, why_not: dict[str, str]) -> tuple[str, ...]:
+    """Those of the level; a method that an optimizer is has its own, by the names that are asked for."""
+    if method in ZEROTH_ORDER:
+        return ("adamw",)
+    if method not in OPTIMIZERS:
+        return level.optimizers
+    found = [] if wanted.optimizers else [default_optimizer(method)]
+    for optimizer in level.optimizers:
+        try:
+            found.append(optimizer_under(method, optimizer))
+        except UserError as error:
+            why_not.setdefault(method, str(error))
+    return tuple(dict.fromkeys(found))
 
 
 def _placements(method: str, gpus: int, nodes: int, wanted: Wanted, level: Level) -> Iterator[tuple[str, Offload]]:
@@ -158,7 +185,7 @@ def _placements(method: str, gpus: int, nodes: int, wanted: Wanted, level: Level
     if gpus == 1 and method in ADAPTER_METHODS:
         moved = []
     if level.nvme:
-        moved += [("zero3", ("optimizer:nvme",)), ("zero3", _NVME)]
+        moved += [("zero3", offload) for offload in NVME]
     if wanted.strategies is not None:
         plain = wanted.strategies
         moved = [(s, offload) for s in wanted.strategies for offload in dict.fromkeys(o for _, o in moved)]
@@ -207,7 +234,9 @@ def given_up(request: Request) -> tuple[str, ...]:
     found = []
     if request.method in ZEROTH_ORDER:
         return (f"{request.method}: zeroth-order steps, which need many more of them",)
-    if request.optimizer.partition(":")[0] not in ("adamw", "adam"):
+    if request.method in LAYERWISE:
+        found.append(f"{request.method}: one block of layers trains at a time")
+    elif request.optimizer.partition(":")[0] not in ("adamw", "adam"):
         found.append(f"{request.optimizer} in the place of adamw")
     if request.method in ADAPTER_METHODS:
         found.append(f"{request.method}: only an adapter trains")

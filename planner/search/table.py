@@ -54,9 +54,9 @@ def _asked(plan: Plan, width: int) -> str:
     many = f"{q['gpus']} x {plan.gpu}" + (f" on {q['nodes']} machines" if q["nodes"] > 1 else "")
     batch = f"{plan.global_batch_size} samples a step"
     length = "" if plan.counts_samples else f" of {plan.seq_len} tokens"
-    return "\n".join(
-        _wrapped(f"{q['model']} ({q['task']}) on {many}; {batch}{length}; {_OBJECTIVE[plan.objective]}", width, "")
-    )
+    tight = plan.objective != "memory" and len({c.verdict for c in plan.candidates}) > 1
+    order = _OBJECTIVE[plan.objective] + (", tight ones last" if tight and plan.objective != "pareto" else "")
+    return "\n".join(_wrapped(f"{q['model']} ({q['task']}) on {many}; {batch}{length}; {order}", width, ""))
 
 
 def _rows(plan: Plan, width: int) -> str:
@@ -71,8 +71,8 @@ def _rows(plan: Plan, width: int) -> str:
             *([str(c.gpus)] if several else []),
             f"{c.micro_batch_size} x {c.grad_accum_steps}",
             "tight" if c.verdict == "tight" else "yes",
-            gib(c.headroom_bytes).removesuffix(" GiB"),
-            gib(c.reserved_peak_bytes).removesuffix(" GiB"),
+            gib(max(c.headroom_bytes, 0)).removesuffix(" GiB"),
+            gib(c.held_bytes).removesuffix(" GiB"),
             "?" if c.step_s is None else f"{c.step_s:.2f}",
             "?" if c.tokens_per_s is None else f"{c.tokens_per_s:,.0f}",
             gib(c.host_bytes, 0).removesuffix(" GiB") if c.host_bytes >= 1 << 29 else "-",
@@ -91,6 +91,10 @@ def _reasons(plan: Plan, width: int) -> str:
     said = []
     for number, c in enumerate(plan.candidates, 1):
         parts = [f"gives up {', '.join(c.gives_up)}"] if c.gives_up else ["gives up nothing of the training itself"]
+        if c.verdict == "tight" and c.headroom_bytes < 0:
+            parts.append(f"tight: PyTorch would hold {gib(c.reserved_peak_bytes)} and has to empty its cache, which costs time")
+        elif c.verdict == "tight":
+            parts.append("tight: the headroom is less than the prediction's own error")
         if c.recompute.startswith(PREFIX):
             parts.append(f"selective: {Policy.parse(c.recompute).words} (--json has the policy)")
         if c.why_not_more:

@@ -7,8 +7,9 @@ import os
 from typing import TYPE_CHECKING
 
 from ...errors import CannotTell
-from ..engines.plan_file import PLAN, README, Files, hashes, readme
+from ..engines.plan_file import PLAN, README, Files, as_run, hashes, readme
 from ..engines.write import AUTO, files_of, write_texts
+from ..strategies import ZEROTH_ORDER
 from .api import best_request
 from .plan import Plan
 
@@ -39,13 +40,16 @@ def write_plan(
     except CannotTell as error:
         files = Files({}, (str(error),))
     texts = dict(files.texts)
+    steps = f"the SGD of {best.method}" if best.method in ZEROTH_ORDER else best.optimizer
     size = (
-        f"Micro batch {best.micro_batch_size}, {best.grad_accum_steps} accumulated, {best.optimizer}, "
+        f"Micro batch {best.micro_batch_size}, {best.grad_accum_steps} accumulated, {steps}, "
         f"sequence length {plan.seq_len}, {plan.global_batch_size} samples a step."
     )
     question = plan.question
     texts[README] = readme(f"{question['model']} on {question['gpus']} x {plan.gpu}: {best.name}", str(folder), files, size)
-    written = dataclasses.replace(plan, predicted=_predicted(request, traces), launch=files.launch, files=hashes(texts))
+    written = dataclasses.replace(
+        plan, predicted=_predicted(as_run(request, texts), traces), launch=files.launch, files=hashes(texts)
+    )
     texts[PLAN] = written.text()
     write_texts(texts, folder, force=force)
     return Files(texts, files.notes, files.launch)

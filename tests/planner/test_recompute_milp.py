@@ -110,6 +110,29 @@ def test_it_is_faster_than_every_second_block_recomputed_at_equal_memory(model):
     assert chosen.prediction.time.seconds < uniform.time.seconds
 
 
+LLAMA_8B = {"gpu": "h200-141gb", "micro_batch_size": 4, "seq_len": 4096}
+BERT_LARGE = {"micro_batch_size": 16}
+
+
+@pytest.mark.parametrize(
+    ("model", "sizes", "every"),
+    [
+        ("openai-community/gpt2", {}, 2),
+        ("openai-community/gpt2", {}, 4),
+        ("google-bert/bert-large-uncased", BERT_LARGE, 2),
+        ("google-bert/bert-large-uncased", BERT_LARGE, 4),
+        pytest.param("meta-llama/Llama-3.1-8B", LLAMA_8B, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_it_is_faster_than_segments_of_blocks_at_equal_memory(model, sizes, every):
+    sizes = {"alloc_conf": EXPANDABLE, **sizes}
+    uniform = predict(question(model, f"every-k:{every}", **sizes), TRACES)
+    chosen = resolve(question(model, f"selective:{uniform.reserved_peak_bytes / 2**30}", **sizes), TRACES)
+    assert chosen.prediction.reserved_peak_bytes <= uniform.reserved_peak_bytes
+    assert chosen.prediction.time.seconds < uniform.time.seconds
+    assert chosen.recompute_s < 0.99 * chosen.full_s  # segments recompute all
+
+
 def test_below_what_a_full_recompute_needs_blocks_are_recomputed_two_by_two():
     uniform = predict(question("openai-community/gpt2", "every-k:2"), TRACES)
     chosen = resolve(question("openai-community/gpt2", f"selective:{uniform.reserved_peak_bytes / 2**30}"), TRACES)
@@ -134,7 +157,8 @@ def test_the_answer_says_which_policy_was_chosen():
 
 
 @pytest.mark.parametrize(
-    ("family", "precision"), [pytest.param("llama", "fp32", marks=pytest.mark.slow), ("bert", "bf16-autocast")]
+    ("family", "precision"),
+    [pytest.param("llama", "fp32", marks=pytest.mark.slow), ("bert", "bf16-autocast"), ("gpt2", "fp32")],
 )
 def test_a_real_run_of_the_chosen_policy_has_the_predicted_peak(family, precision):
     spec = find(family).spec()

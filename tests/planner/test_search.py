@@ -43,8 +43,9 @@ def base(usable: int | None = None, gpus: int = 1, **options):
 
 
 def everything(gpus: int, nodes: int = 1, batch: int = 8) -> list:
-    """Every configuration of every level, full training and zeroth-order."""
-    wanted = Wanted(global_batch_size=batch * gpus, methods=("full", "mezo", "zo2", "distzo2"), recomputes=("none", "full"))
+    """Every configuration of every level: full training, zeroth-order, and methods that an optimizer is."""
+    methods = ("full", "galore", "apollo", "lomo", "hift", "mezo", "zo2", "distzo2")
+    wanted = Wanted(global_batch_size=batch * gpus, methods=methods, recomputes=("none", "full"))
     found = {}
     for level in levels(wanted):
         for request in candidates({gpus: base(gpus=gpus, nodes=nodes)}, wanted, level):
@@ -118,13 +119,22 @@ def _spaces():
             rng.choice([0.4, 0.6, 0.8, 0.95, 1.5]),
             OBJECTIVES[number % len(OBJECTIVES)],
             rng.choice([1, 2]),
+            ("full",),
             id=str(number),
+        )
+    for objective in OBJECTIVES:
+        yield pytest.param(
+            1, None, ("none", "full"), 4, 0.7, objective, 2, ("full", "galore", "lomo", "hift", "mezo"), id=objective
         )
 
 
-@pytest.mark.parametrize(("gpus", "strategies", "recomputes", "batch", "share", "objective", "top"), list(_spaces()))
-def test_the_result_is_that_of_an_exhaustive_search(gpus, strategies, recomputes, batch, share, objective, top, source):
-    wanted = Wanted(global_batch_size=batch * gpus, strategies=strategies, recomputes=recomputes, offloads=((),))
+@pytest.mark.parametrize(("gpus", "strategies", "recomputes", "batch", "share", "objective", "top", "methods"), list(_spaces()))
+def test_the_result_is_that_of_an_exhaustive_search(
+    gpus, strategies, recomputes, batch, share, objective, top, methods, source
+):
+    wanted = Wanted(
+        global_batch_size=batch * gpus, methods=methods, strategies=strategies, recomputes=recomputes, offloads=((),)
+    )
     level = levels(wanted)[0]
     asked = base(gpus=gpus)
     largest = max(
@@ -323,3 +333,16 @@ def test_rows_that_the_times_cannot_tell_apart_are_named(source):
     assert None not in times
     alike = any("as fast as row 1" in note for note in made.notes)
     assert alike == any(abs(time / times[0] - 1) < 0.15 for time in times[1:])
+
+
+@pytest.mark.slow
+def test_where_the_host_is_too_small_nvme_is_named_and_where_the_gpus_are_too_few_the_fewest_by_either_engine(source):
+    choices = {"methods": ("full",), "precisions": ("bf16-mixed",), "optimizers": ("adamw",), "recomputes": ("full",)}
+    alone = plan("meta-llama/Llama-3.1-8B", "rtx-4090", global_batch_size=8, seq_len=2048, host_ram_bytes=64 << 30,
+                 traces=source, **choices)  # fmt: skip
+    assert not alone.fits
+    assert any("on NVMe in each machine (--nvme; zero3, offload optimizer:nvme" in way for way in alone.would_fit)
+    two = plan("meta-llama/Llama-3.1-8B", "rtx-4090", gpus=2, global_batch_size=64, seq_len=4096, offloads=((),),
+               traces=source, **choices)  # fmt: skip
+    assert not two.fits
+    assert two.would_fit[0].startswith("16 GPUs of this kind (zero3, ")  # FSDP2 keeps whole gradients between micro steps: 64

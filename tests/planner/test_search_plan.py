@@ -196,3 +196,44 @@ def test_a_word_that_does_not_exist_is_a_mistake_with_its_option(words, said):
 def test_choices_that_no_configuration_has_are_a_mistake():
     with pytest.raises(UserError, match="no configuration answers"):
         _run("--gpu", "rtx-4090", "--strategy", "single", "--precision", "bf16-mixed", "--method", "full")
+
+
+@pytest.mark.parametrize(("method", "says"), [("mezo", "MEZO=FOLDER before it"), ("distzo2", "--random-weights")])
+def test_a_folder_without_gradients_speaks_of_no_optimizer_and_of_its_own_options(method, says, tmp_path):
+    gpus = ("--gpus", "2") if method == "distzo2" else ()
+    words = ("--gpu", "rtx-4090", *gpus, "--global-batch", "2", "--precision", "fp16", "--method", method)
+    assert _run(*words, "--write", str(tmp_path / "out")) == 0
+    readme = (tmp_path / "out" / "README.md").read_text()
+    assert f"the SGD of {method}" in readme
+    assert "adamw" not in readme
+    assert says in readme.splitlines()[1]
+    assert ("--steps" in readme) == (method != "mezo")
+
+
+def test_methods_that_an_optimizer_is_stand_beside_full_training(capsys):
+    words = ("--method", "full,galore,hift,lomo", "--precision", "bf16", "--recompute", "none", "--top", "9", "--json")
+    assert _run("--gpu", "rtx-4090", "--global-batch", "4", *words) == 0
+    rows = Plan.from_json(json.loads(capsys.readouterr().out)).candidates
+    assert {(row.method, row.optimizer) for row in rows} >= {("full", "adamw"), ("galore", "galore-adamw"), ("hift", "hift"),
+                                                             ("lomo", "lomo")}  # fmt: skip
+    assert "galore, bf16" in {row.name for row in rows}
+    layerwise = next(row for row in rows if row.method == "hift")
+    assert layerwise.gives_up == ("hift: one block of layers trains at a time", "no fp32 masters: all in bf16")
+
+
+def test_a_method_that_does_not_go_with_the_machine_is_named_beside_those_that_do(capsys):
+    assert _run("--gpu", "rtx-4090", "--gpus", "2", "--global-batch", "4", "--method", "full,hift") == 0
+    assert "--method hift is not among them" in " ".join(capsys.readouterr().out.split())
+
+
+def test_an_optimizer_that_a_method_has_not_is_refused_with_those_that_it_has():
+    with pytest.raises(UserError, match="--method lomo with --optimizer adamw: it has none of that name"):
+        _run("--gpu", "rtx-4090", "--method", "lomo", "--optimizer", "adamw")
+
+
+def test_a_tight_row_holds_what_there_is_and_says_why_it_is_tight():
+    tight = candidate(verdict=Verdict.TIGHT, reserved_peak_bytes=83 << 30, headroom_bytes=-6 << 30)
+    text = " ".join(render(plan(candidate(), tight)).split())
+    assert "tight 0.00 77.00" in text
+    assert "PyTorch would hold 83.00 GiB and has to empty its cache, which costs time" in text
+    assert "tight ones last" in text
