@@ -1,12 +1,11 @@
-"""What a plain loop must be told beside the model and the batch: autocast, recompute, and the shards of FSDP2."""
+"""What a plain loop must be told beside the model and the batch: autocast, and the shards of FSDP2."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 from ...errors import CannotTell
-from ..trace.options import AUTOCAST_DTYPE, HALF, PARAM_DTYPE, recompute_parts
-from ..trace.prepare import saved_ops
+from ..trace.options import AUTOCAST_DTYPE, HALF, PARAM_DTYPE
 
 if TYPE_CHECKING:
     from ..request import Request
@@ -24,29 +23,11 @@ def loop_autocast(request: Request) -> str | None:
 
 
 def loop_settings(request: Request) -> dict[str, Any]:
-    """{"recompute", "fsdp", "blocks"} of run.json, as far as the question asks for them.
+    """{"fsdp", "blocks"} of run.json, as far as the question asks for them.
 
     Raises CannotTell for what the loop has no words for.
     """
-    found = _recompute(request)
-    if request.strategy in ("fsdp2", "hsdp"):
-        found |= _fsdp2(request)
-    elif "recompute" in found and "reentrant" not in found["recompute"]:
-        found["blocks"] = []
-    return found
-
-
-def _recompute(request: Request) -> dict[str, Any]:
-    kind, number, names = recompute_parts(request.recompute)
-    if kind == "none":
-        return {}
-    if kind == "full":
-        return {"recompute": {"reentrant": request.reentrant}}
-    if kind == "selective-layer":
-        return {"recompute": {"every": number}}
-    if kind == "selective-op":
-        return {"recompute": {"kept": sorted(op for op in saved_ops(names) if not op.startswith("memplan."))}}
-    raise CannotTell(f"--stack loop: --recompute {request.recompute} runs several blocks as one. Write it in the program")
+    return _fsdp2(request) if request.strategy in ("fsdp2", "hsdp") else {}
 
 
 def _fsdp2(request: Request) -> dict[str, Any]:

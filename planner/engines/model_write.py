@@ -41,8 +41,7 @@ def model_of(request: Request) -> tuple[dict[str, Any], dict[str, Any]]:
     Raises CannotTell for a model that no auto class makes, and for one without a loss of its own.
     """
     spec = request.model
-    if spec.config is None:
-        raise CannotTell("train.py: the model comes from a program of yours, which is the one to start")
+    assert spec.config is not None, "a factory's model is written by factory_write"
     if spec.task not in _TRAINED:
         raise CannotTell(f"train.py: --task {spec.task} has no loss of its own. Name the task with --task")
     from ...models.builder import make_config, model_class

@@ -6,8 +6,8 @@ import hashlib
 import json
 import os
 import shlex
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from .imported import Imported
 
 PLAN, README = "plan.json", "README.md"
+MEZO_SCRIPT = "mezo.sh"
+PROGRAM, ARGUMENTS = "train.py", "training_args.json"
 KIND = "memplan fit"
 _KINDS = (KIND, "memplan plan")
 _NOT_SAID = ("model", "device", "loop", "defaults", "compiled", "adapter")
@@ -42,6 +44,16 @@ def launcher(request: Request) -> tuple[str, ...]:
         return ("python",)
     nodes = ("--nnodes", str(request.nodes)) if request.nodes > 1 else ("--standalone",)
     return ("torchrun", *nodes, "--nproc-per-node", str(request.gpus // request.nodes))
+
+
+def as_run(request: Request, files: Container[str]) -> Request:
+    """The question with what the program among `files` adds to it: under the Trainer, FSDP2's units are accelerate's."""
+    if request.strategy != "fsdp2" or PROGRAM not in files or ARGUMENTS not in files:
+        return request
+    from ..strategies.fsdp_settings import FsdpSettings
+
+    settings = request.fsdp or FsdpSettings(version=2)
+    return request if settings.wrap_embeddings else request.but(fsdp=replace(settings, wrap_embeddings=True))
 
 
 def hashes(texts: Mapping[str, str]) -> dict[str, str]:
@@ -68,7 +80,10 @@ def plan_text(request: Request, prediction: Prediction | None, files: Files) -> 
 def readme(title: str, folder: str, files: Files, size: str) -> str:
     """README.md: five lines.  `size`: batch and optimizer in words."""
     program = f"`{shlex.join(('cd', folder))} && {shlex.join(files.launch)}`" if files.launch else "your own program"
-    more = " (--steps N, --random-weights, --data FILE)" if files.launch else ""
+    own = " (MEZO=FOLDER before it says where MeZO's large_models lies; options of its run.py are passed on)"
+    no_data = '"factory"' in files.texts.get("run.json", "")  # the user's function makes it
+    usual = f" (--steps N, --random-weights{'' if no_data else ', --data FILE'})"
+    more = own if MEZO_SCRIPT in files.launch else usual if files.launch else ""
     lines = [
         f"# {title}",
         f"Start: {program}{more}.",
@@ -85,6 +100,7 @@ class PlanFile:
 
     source: str
     request: Request
+    """As the folder's program runs it."""
     predicted: Mapping[str, Any] | None
     launch: tuple[str, ...]
     files: Mapping[str, str]
@@ -130,8 +146,9 @@ def written_of(data: Any, source: str) -> PlanFile:
         from ..search.plan import Plan
 
         plan = Plan.from_json(data, source)
-        request = request_of_plan(plan, source=source)
-        return PlanFile(source=source, request=request, predicted=plan.predicted, launch=plan.launch, files=plan.files or {})
+        files = plan.files or {}
+        request = as_run(request_of_plan(plan, source=source), files)
+        return PlanFile(source=source, request=request, predicted=plan.predicted, launch=plan.launch, files=files)
     if not isinstance(data, Mapping):
         raise UserError(f"{source}: is no plan of memplan", "Name a plan.json that `memplan fit --write` has made")
     made = data.get("format")
@@ -147,7 +164,7 @@ def written_of(data: Any, source: str) -> PlanFile:
             raise UserError(f"{source}: {key} is missing or wrong", "Write the folder again with `memplan fit --write`")
     return PlanFile(
         source=source,
-        request=request_of(data["base"], source),
+        request=as_run(request_of(data["base"], source), data["files"]),
         predicted=data.get("predicted"),
         launch=tuple(map(str, data["launch"])),
         files=dict(data["files"]),

@@ -17,6 +17,8 @@ class Program:
     launch: str
     trainer: bool = True
     """transformers' Trainer; False: a plain loop."""
+    factory: bool = False
+    """A function of the user's makes the model and its batches; only with a plain loop."""
     frozen: bool = False
     alloc_conf: bool = False
     """run.json says PYTORCH_ALLOC_CONF."""
@@ -26,11 +28,17 @@ class Program:
     """A bitsandbytes configuration lies beside it."""
     optimizer: bool = False
     """run.json names the optimizer's class."""
+    optimizer_takes: str = ""
+    """What of the model it is given beside a list of weights: names, low-rank, muon, blocks."""
+    optimizer_modes: bool = False
+    """It has to be told that it trains."""
     deepspeed: bool = False
     processes: bool = False
     """One process a GPU."""
     trainer_fsdp: bool = False
     """The Trainer shards by FSDP."""
+    own_loss: bool = False
+    """loss.py beside it changes the model."""
     # of a plain loop
     ddp: bool = False
     fsdp2: bool = False
@@ -40,20 +48,19 @@ class Program:
     recompute_all: bool = False
     """As the model does it itself."""
     recompute_some: bool = False
-    """Some blocks, or all but some ops."""
-
-    @property
-    def blocks(self) -> bool:
-        """It looks for the model's blocks."""
-        return self.fsdp2 or self.recompute_some
+    """As recompute.py beside it does."""
+    recompute_whole: bool = False
+    """... unless the user's model does it itself."""
 
 
 def text_of(program: Program) -> str:
     """train.py, whole."""
     body = _trainer(program) if program.trainer else _loop(program)
-    parts = [_head(program), _OPTIONS, _model(program), _SAMPLES, _FILE, *([_OPTIMIZER] if program.optimizer else [])]
-    parts += [*([_DEEPSPEED] if program.deepspeed else []), *([_BLOCKS] if program.blocks else [])]
-    parts += [*([_RECOMPUTE] if program.recompute_some else []), *([_SHARD] if program.fsdp2 else []), body]
+    model = [_FACTORY_OPTIONS, _factory(program)] if program.factory else [_OPTIONS, _model(program), _SAMPLES, _FILE]
+    parts = [_head(program), *model, *([_OPTIMIZER] if program.optimizer else [])]
+    parts += [_CHOSEN] * (program.optimizer_takes in ("low-rank", "muon"))
+    parts += [_MAKE[program.optimizer_takes]] if program.optimizer_takes else []
+    parts += [*([_DEEPSPEED] if program.deepspeed else []), *([_BLOCKS, _SHARD] if program.fsdp2 else []), body]
     return "\n\n\n".join(part.strip("\n") for part in [*parts, _START]) + "\n"
 
 
@@ -61,10 +68,11 @@ def _head(program: Program) -> str:
     loop = not program.trainer
     modules = {
         "contextlib": loop and program.ddp,
-        "functools": program.recompute_some,
-        "importlib": program.optimizer,
-        "itertools": loop,
+        "importlib": program.optimizer or program.factory,
+        "importlib.util": program.factory,
+        "itertools": loop and not program.factory,
         "os": loop or program.alloc_conf,
+        "sys": program.factory,
         "tempfile": program.quantised,
     }
     standard = sorted(["argparse", "json", *(name for name, used in modules.items() if used)])
@@ -72,8 +80,9 @@ def _head(program: Program) -> str:
                 "safetensors.torch": program.quantised}  # fmt: skip
     others = [name for name, used in packages.items() if used]
     imports = [*(f"import {name}" for name in [*others, "torch"])]
-    imports += ["import torch.utils.checkpoint"] if program.recompute_some else []
-    imports += ["import transformers"]
+    imports += ["import transformers"] * (not program.factory)
+    imports += ["from loss import change"] * program.own_loss
+    imports += ["from recompute import recompute"] * program.recompute_some
     imports += ["from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard"] * program.fsdp2
     settings = ["HERE = Path(__file__).resolve().parent", 'RUN = json.loads((HERE / "run.json").read_text())']
     early = [*settings, 'os.environ.setdefault("PYTORCH_ALLOC_CONF", RUN["alloc_conf"])  # before torch is imported', ""]
@@ -151,10 +160,75 @@ def _model(program: Program) -> str:
             "    adapter = peft.PeftConfig.from_pretrained(HERE)",
             '    model = peft.get_peft_model(model, adapter, autocast_adapter_dtype=RUN["adapter_in_fp32"])',
         ]
+    lines += ["    change(model, RUN)  # its loss and MLPs"] if program.own_loss else []
     lines += ["    return model"]
     return "\n".join(lines)
 
 
+_FACTORY_OPTIONS = """
+def parse():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=10, help="optimizer steps (default: 10)")
+    parser.add_argument("--random-weights", action="store_true", help="for other programs' sake: weights are your function's")
+    return parser.parse_args()
+"""
+
+
+def _factory(program: Program) -> str:
+    lines = [
+        "def load_model():",
+        '    """(model, batch function or None, step function or None, type of its floating-point inputs)."""',
+        '    of = RUN["factory"]',
+        '    sys.path[:0] = of["folders"]',
+        '    if of["module"]:',
+        '        module = importlib.import_module(of["module"])',
+        "    else:",
+        "        name = f\"user_{Path(of['file']).stem}\"",
+        '        spec = importlib.util.spec_from_file_location(name, of["file"])',
+        "        module = sys.modules[name] = importlib.util.module_from_spec(spec)",
+        "        spec.loader.exec_module(module)",
+        '    made = getattr(module, of["function"])(**of["arguments"])',
+        "    model, batch, step = (*(made if isinstance(made, tuple) else (made,)), None, None)[:3]",
+        '    dtype = getattr(torch, RUN["dtype"])',
+        "    kinds = {weight.dtype for weight in model.parameters() if weight.is_floating_point()}",
+        "    if kinds == {torch.float32}:",
+        "        model.to(dtype)",
+        "    elif kinds != {dtype}:  # the function's own choice, and its batches are as it wants them",
+        "        dtype = torch.float32",
+        '    if hasattr(getattr(model, "config", None), "use_cache"):',
+        "        model.config.use_cache = False",
+    ]
+    if program.frozen:
+        lines += [
+            "    for name, weight in model.named_parameters():",
+            '        if name.startswith(tuple(RUN["frozen"])):',
+            "            weight.requires_grad_(False)",
+        ]
+    lines += ["    return model, batch, step, dtype"]
+    return "\n".join(lines) + _FACTORY
+
+
+_FACTORY = '''
+
+
+def samples(make_batch, model, micro_batch_size, device, dtype):
+    """One micro batch of the function's own; of a transformers model without one, random tokens."""
+    if make_batch:
+        batch = dict(make_batch(micro_batch_size, RUN["seq_len"]))
+    else:
+        ids = torch.randint(model.config.get_text_config().vocab_size, (micro_batch_size, RUN["seq_len"]))
+        batch = {"input_ids": ids, "labels": ids}
+    for name, value in batch.items():
+        if isinstance(value, torch.Tensor):
+            batch[name] = value.to(device, dtype if value.dtype == torch.float32 and name != "labels" else value.dtype)
+    return batch
+
+
+def loss_of(model, batch, step):
+    """The loss that the model, or the function's step, returns."""
+    out = step(model, batch) if step else model(**batch)
+    return out if isinstance(out, torch.Tensor) else out["loss"] if isinstance(out, dict) else out.loss
+'''
 _SAMPLES = '''
 class Samples(torch.utils.data.Dataset):
     """Random samples of the planned shape, the same every time."""
@@ -206,6 +280,61 @@ def optimizer_class():
     module, _, name = RUN["optimizer"]["class"].rpartition(".")
     return getattr(importlib.import_module(module), name), RUN["optimizer"]["arguments"]
 '''
+_CHOSEN = '''
+def chosen(model):
+    """(matrices that run.json chooses by their names, the others), of the weights that train; no embedding is a matrix."""
+    words = RUN["optimizer"]["matrices"]
+    tables = {id(part.weight) for part in model.modules() if "Embedding" in type(part).__name__ and hasattr(part, "weight")}
+    found = [], []
+    for name, weight in model.named_parameters():
+        if weight.requires_grad:
+            is_matrix = weight.dim() == 2 and id(weight) not in tables
+            is_named = any(word in name for word in words.get("with", words.get("without")))
+            found[0 if is_matrix and is_named == ("with" in words) else 1].append(weight)
+    return found
+'''
+_MAKE = {
+    "names": '''
+def make_optimizer(model):
+    """It goes by the names of the weights."""
+    kind, arguments = optimizer_class()
+    return kind([(name, weight) for name, weight in model.named_parameters() if weight.requires_grad], **arguments)
+''',
+    "low-rank": '''
+def make_optimizer(model):
+    """The gradients of the chosen matrices are projected."""
+    kind, arguments = optimizer_class()
+    matrices, others = chosen(model)
+    return kind([{"params": others}, {"params": matrices, **RUN["optimizer"]["group"]}], **arguments)
+''',
+    "muon": '''
+class Both:
+    """Muon for the chosen matrices, and AdamW for what is no matrix, an embedding or a head."""
+
+    def __init__(self, model):
+        kind, arguments = optimizer_class()
+        matrices, others = chosen(model)
+        self.parts = [kind(matrices, **arguments), torch.optim.AdamW(others, **arguments)]
+
+    def step(self):
+        for part in self.parts:
+            part.step()
+
+    def zero_grad(self):
+        for part in self.parts:
+            part.zero_grad()
+
+
+make_optimizer = Both
+''',
+    "blocks": '''
+def make_optimizer(model):
+    """One block of layers trains at a time, from the first on, whose backward is the longest."""
+    kind, arguments = optimizer_class()
+    inside = torch.optim.AdamW([weight for weight in model.parameters() if weight.requires_grad], **arguments)
+    return kind(inside, list(model.named_parameters()), switch_mode="ascending", verbose=0)
+''',
+}
 _DEEPSPEED = '''
 def read_deepspeed(name):
     """DeepSpeed's file; without a GPU its processes talk by gloo, and nothing is used that it would have to compile."""
@@ -222,30 +351,11 @@ def read_deepspeed(name):
 '''
 _BLOCKS = '''
 def blocks_of(model):
-    """The model's layers: the longest list of modules, or the modules of the classes that run.json names."""
+    """The model's layers: the longest list of modules of one class, or the modules of the classes that run.json names."""
     if RUN["blocks"]:
         return [part for part in model.modules() if type(part).__name__ in RUN["blocks"]]
-    return max((list(part) for part in model.modules() if isinstance(part, torch.nn.ModuleList)), key=len)
-'''
-_RECOMPUTE = '''
-def recompute(model):
-    """Blocks are computed again in backward; the results of the ops that run.json names are kept."""
-    kept = RUN["recompute"].get("kept", [])
-    policies = torch.utils.checkpoint.CheckpointPolicy
-
-    def policy(context, op, *args, **kwargs):
-        name = str(getattr(op, "_overloadpacket", op))
-        return policies.MUST_SAVE if name in kept else policies.PREFER_RECOMPUTE
-
-    def contexts():
-        return torch.utils.checkpoint.create_selective_checkpoint_contexts(policy)
-
-    for number, block in enumerate(blocks_of(model), 1):
-        if number % RUN["recompute"].get("every", 1) == 0:
-            how = {"context_fn": contexts} if kept else {}
-            block.forward = functools.partial(
-                torch.utils.checkpoint.checkpoint, block.forward, use_reentrant=False, **how
-            )
+    lists = [list(part) for part in model.modules() if isinstance(part, (torch.nn.ModuleList, torch.nn.Sequential))]
+    return max((blocks for blocks in lists if len({type(block) for block in blocks}) == 1), key=len, default=[])
 '''
 _SHARD = '''
 def shard(model):
@@ -282,6 +392,7 @@ def _trainer(program: Program) -> str:
         "    arguments = transformers.TrainingArguments(**settings, max_steps=steps, use_cpu=not torch.cuda.is_available())",
         *(_CPU_FSDP if program.trainer_fsdp else []),
         "    model = load_model(options.random_weights)  # after the arguments, which may say that it is partitioned",
+        *(['    recompute(model, RUN["recompute"])'] if program.recompute_some else []),
         "    data = read(options.data) if options.data else Samples()",
         f"    trainer = transformers.Trainer({', '.join(_TRAINER_ARGUMENTS[: 3 + program.optimizer])})",
         "    trainer.train()",
@@ -315,26 +426,42 @@ def _loop(program: Program) -> str:
         lines += [
             '    config = read_deepspeed("ds_config.json")',
             "    micro_batch_size, accumulated = (config[key] for key in SIZES)",
-            '    partitioned = transformers.integrations.HfDeepSpeedConfig(config) if RUN["zero_init"] else None',
         ]
+        if not program.factory:
+            lines += ['    partitioned = transformers.integrations.HfDeepSpeedConfig(config) if RUN["zero_init"] else None']
     else:
         lines += ['    micro_batch_size, accumulated = RUN["micro_batch_size"], RUN["grad_accum_steps"]']
         if many:
             lines += ['    torch.distributed.init_process_group("nccl" if on_gpu else "gloo")']
-    lines += ["    model = load_model(options.random_weights)", "    model.config.use_cache = False", "    model.train()"]
-    if program.deepspeed:
-        lines += ["    del partitioned  # it had to be there while the model was made"]
+    if program.factory:
+        if program.deepspeed:
+            lines += [
+                '    importlib.import_module("torch._dynamo")  # a checkpoint needs it, and DeepSpeed patches what it reads'
+            ]
+            lines += ['    with deepspeed.zero.Init(config_dict_or_path=config, enabled=RUN["zero_init"]):']
+        lines += ["    " * program.deepspeed + "    model, make_batch, step, dtype = load_model()", "    model.train()"]
+    else:
+        lines += ["    model = load_model(options.random_weights)", "    model.config.use_cache = False", "    model.train()"]
+        if program.deepspeed:
+            lines += ["    del partitioned  # it had to be there while the model was made"]
     if program.recompute_all:
         lines += ['    model.gradient_checkpointing_enable({"use_reentrant": RUN["recompute"]["reentrant"]})']
-    if program.recompute_some:
-        lines += ["    recompute(model)"]
+    if program.recompute_some and program.recompute_whole:
+        lines += [
+            '    if getattr(model, "supports_gradient_checkpointing", False):  # a model of transformers',
+            '        model.gradient_checkpointing_enable({"use_reentrant": RUN["recompute"]["reentrant"]})',
+            "    else:",
+            '        recompute(model, RUN["recompute"])',
+        ]
+    elif program.recompute_some:
+        lines += ['    recompute(model, RUN["recompute"])']
     trained = "[weight for weight in model.parameters() if weight.requires_grad]"
     told = 'print(f"step {number // accumulated} of {steps}: loss {loss.item():.4f}", flush=True)'
     if program.deepspeed:
         lines += _DEEPSPEED_ENGINE[program.optimizer]
     else:
         lines += ["    shard(model)"] if program.fsdp2 else ["    model.to(device)"]
-        lines += ["    kind, arguments = optimizer_class()"]
+        lines += ["    kind, arguments = optimizer_class()"] if not program.optimizer_takes else []
         if program.release:
             lines += [
                 f"    optimizers = {{weight: kind([weight], **arguments) for weight in {trained}}}",
@@ -346,28 +473,40 @@ def _loop(program: Program) -> str:
                 "    for weight in optimizers:",
                 "        weight.register_post_accumulate_grad_hook(step_and_drop)",
             ]
+        elif program.optimizer_takes:
+            lines += ["    optimizer = make_optimizer(model)"]
         else:
             lines += [f"    optimizer = kind({trained}, **arguments)"]
+        lines += ["    optimizer.train()  # it keeps two sets of weights"] if program.optimizer_modes else []
         if program.ddp:
             lines += ["    model = torch.nn.parallel.DistributedDataParallel(model, device_ids=[device] if on_gpu else None)"]
-    lines += [
-        "    data = read(options.data) if options.data else Samples()",
-        "    sampler = torch.utils.data.DistributedSampler(data)"
-        if many
-        else "    sampler = torch.utils.data.RandomSampler(data)",
-        "    batches = torch.utils.data.DataLoader(data, micro_batch_size, sampler=sampler, drop_last=True)",
-        "    steps = options.steps or (len(batches) // accumulated if options.data else 10)",
-        "    for number, batch in enumerate(itertools.islice(batches, steps * accumulated), 1):",
-        "        batch = {name: tensor.to(device) for name, tensor in batch.items()}",
-    ]
+    if program.factory:
+        lines += ['    torch.manual_seed(int(os.environ.get("RANK", "0")))  # every process makes other batches'] * many
+        lines += [
+            "    steps = options.steps",
+            "    for number in range(1, steps * accumulated + 1):",
+            "        batch = samples(make_batch, model, micro_batch_size, device, dtype)",
+        ]
+    else:
+        lines += [
+            "    data = read(options.data) if options.data else Samples()",
+            "    sampler = torch.utils.data.DistributedSampler(data)"
+            if many
+            else "    sampler = torch.utils.data.RandomSampler(data)",
+            "    batches = torch.utils.data.DataLoader(data, micro_batch_size, sampler=sampler, drop_last=True)",
+            "    steps = options.steps or (len(batches) // accumulated if options.data else 10)",
+            "    for number, batch in enumerate(itertools.islice(batches, steps * accumulated), 1):",
+            "        batch = {name: tensor.to(device) for name, tensor in batch.items()}",
+        ]
+    called = "engine" if program.deepspeed else "model"
+    forward = f"loss = loss_of({called}, batch, step)" if program.factory else f"loss = {called}(**batch).loss"
     if program.deepspeed:
-        lines += ["        loss = engine(**batch).loss", "        engine.backward(loss)", "        engine.step()"]
+        lines += [f"        {forward}", "        engine.backward(loss)", "        engine.step()"]
         report = "        if number % accumulated == 0 and engine.global_rank == 0:"
     else:
         lines += ["        last = number % accumulated == 0"] if not program.release else []
         if program.fsdp2:
             lines += ["        model.set_requires_gradient_sync(last)"]
-        forward = "loss = model(**batch).loss"
         indent = "        "
         if program.ddp:
             lines += ["        with contextlib.nullcontext() if last else model.no_sync():"]

@@ -109,7 +109,10 @@ def fsdp_of(request: Request) -> FsdpSettings:
     settings = request.fsdp
     if settings is None:
         version: Any = 1 if request.strategy == "fsdp1" else 2
-        settings = FsdpSettings(version=version, cpu_offload=bool(request.offload))
+        settings = FsdpSettings(version=version)
+    if request.offload:
+        settings = replace(settings, cpu_offload=True)
+    if settings.param_dtype is None:
         settings = with_mixed_precision(settings, _MIXED.get(request.precision, "no"))
     if request.strategy == "hsdp" and settings.version == 2 and settings.dp_replicate_size is None:
         settings = replace(settings, dp_replicate_size=request.nodes)
@@ -197,13 +200,11 @@ def _optim(request: Request, notes: list[str]) -> dict[str, Any]:
 
 
 def _recompute(request: Request, notes: list[str]) -> dict[str, Any]:
-    kind, _, number = request.recompute.partition(":")
-    if kind == "none":
+    """`every_n_layers` begins with the first block, `selective-layer:N` with block N: which of them matters to the peak."""
+    if request.recompute == "none":
         return {}
-    kwargs: dict[str, Any] = {"use_reentrant": True} if request.reentrant else {}
-    if kind == "selective-layer":
-        kwargs["every_n_layers"] = int(number)
-    elif kind != "full":
+    if request.recompute != "full":
         notes.append(f"--recompute {request.recompute}: TrainingArguments has no word for it, write it in the program")
         return {}
-    return {"activation_checkpointing": True, **({"activation_checkpointing_kwargs": kwargs} if kwargs else {})}
+    kwargs = {"activation_checkpointing_kwargs": {"use_reentrant": True}} if request.reentrant else {}
+    return {"activation_checkpointing": True, **kwargs}

@@ -21,10 +21,15 @@ from ..strategies.deepspeed_engine import settings_of
 from .adapter_write import ADAPTER, QUANTISATION, adapter_config, quantisation_config
 from .adapter_write import settings_of as adapter_of
 from .deepspeed_write import deepspeed_config
+from .factory_write import factory_of
 from .loop_write import loop_autocast, loop_settings
+from .loss_write import LOSS, loss_settings
+from .loss_write import TEXT as LOSS_TEXT
 from .model_write import model_of
-from .optimizer_write import optimizer_class
-from .plan_file import PLAN, README, Files, launcher, plan_text, readme
+from .optimizer_write import optimizer_class, takes_the_model
+from .plan_file import ARGUMENTS, PLAN, PROGRAM, README, Files, as_run, launcher, plan_text, readme
+from .recompute_write import RECOMPUTE, recompute_settings
+from .recompute_write import TEXT as RECOMPUTE_TEXT
 from .train_script import Program, text_of
 from .trainer_write import accelerate_config, training_arguments
 from .zo_write import launch as zo_launch
@@ -34,7 +39,9 @@ if TYPE_CHECKING:
     from ..prediction import Prediction
     from ..request import Request
 
-ACCELERATE, ARGUMENTS = "accelerate.yaml", "training_args.json"
+_OF_AN_OPTIMIZER = ("galore", "apollo", "lomo", "badam")
+_TAKES_IT_WHOLE = ("single", "ddp")  # strategies under which an optimizer finds the model's weights as they are
+ACCELERATE = "accelerate.yaml"
 TRAINER, LOOP, AUTO = "trainer", "loop", "auto"
 STACKS = (AUTO, TRAINER, LOOP)
 RELEASE = "release"
@@ -46,7 +53,7 @@ _WAYS = {
 }
 WRITABLE = ("single", "ddp", "zero0", "zero1", "zero2", "zero3", "fsdp1", "fsdp2", "hsdp")
 DEEPSPEED, DEEPSPEED_TRAINER = "ds_config.json", "ds_config_trainer.json"
-PROGRAM, RUN, CONFIG = "train.py", "run.json", "config.json"
+RUN, CONFIG = "run.json", "config.json"
 
 
 def files_of(request: Request, stack: str = AUTO) -> Files:
@@ -61,7 +68,7 @@ def files_of(request: Request, stack: str = AUTO) -> Files:
     if request.method in ZEROTH_ORDER:
         texts, notes = zo_files(request)
         return Files(texts, tuple(notes), tuple(shlex.split(zo_launch(request))))
-    known = request.method in ("full", *ADAPTER_METHODS) and request.strategy in (*WRITABLE, RELEASE)
+    known = request.method in ("full", *ADAPTER_METHODS, *_OF_AN_OPTIMIZER) and request.strategy in (*WRITABLE, RELEASE)
     if not known or request.mode != "train":
         what = f"--method {request.method}, --strategy {request.strategy}, --mode {request.mode}"
         raise CannotTell(f"{what} is a program of its own: accelerate, DeepSpeed and TrainingArguments have no words for it")
@@ -86,11 +93,12 @@ def check_stack(stack: str) -> None:
 
 def not_for_the_trainer(request: Request) -> str:
     """Why transformers' Trainer cannot run the question; "" where it can."""
-    kind = request.recompute.partition(":")[0]
+    if request.model.factory is not None:
+        return "the Trainer is for transformers' models, and this one is made by a function of yours"
+    if takes_the_model(request.optimizer) and not request.strategy.startswith("zero"):  # there DeepSpeed may make it
+        return f"the Trainer cannot make --optimizer {request.optimizer} by itself"
     if request.strategy in (RELEASE, "hsdp"):
         return f"the Trainer has no --strategy {request.strategy}"
-    if kind not in ("none", "full", "selective-layer"):
-        return f"the Trainer has no --recompute {request.recompute}"
     if request.strategy.startswith("zero") and request.precision.endswith("-autocast"):
         return f"the Trainer has no --precision {request.precision} beside DeepSpeed"
     return ""
@@ -98,6 +106,8 @@ def not_for_the_trainer(request: Request) -> str:
 
 def _for_the_trainer(request: Request, no_program: str = "") -> Files:
     """`no_program`: why there is no train.py; "" where there is one."""
+    if not no_program:
+        request = as_run(request, (ARGUMENTS, PROGRAM))
     texts: dict[str, str] = {}
     notes: list[str] = []
     said: dict[str, list[str]] = {DEEPSPEED: [], DEEPSPEED_TRAINER: []}
@@ -118,8 +128,16 @@ def _for_the_trainer(request: Request, no_program: str = "") -> Files:
             raise CannotTell(no_program)
         if "optim" not in arguments.config and not (zero and "optimizer" in json.loads(texts[DEEPSPEED_TRAINER])):
             made = optimizer_class(request.optimizer, request.optimizer_impl)
+            if "takes" in made:
+                raise CannotTell(
+                    f"train.py: --optimizer {request.optimizer} with --strategy {request.strategy}: use single or ddp"
+                )
             notes = [note for note in notes if request.optimizer not in note]  # the program passes it
-        program, launch = _program(request, {"optimizer": made} if made else {}, trainer=True)
+        more: dict[str, Any] = {"optimizer": made} if made else {}
+        if settings := recompute_settings(request):
+            more["recompute"] = settings
+            notes = [note for note in notes if request.recompute not in note]
+        program, launch = _program(request, more, trainer=True)
         texts |= program
     except CannotTell as error:
         notes += [str(error), *said[DEEPSPEED]]
@@ -151,8 +169,15 @@ def _for_a_loop(request: Request) -> Files:
         if dtype is not None:
             more["autocast"] = dtype
     if made is not None:
+        if "takes" in made and request.strategy not in _TAKES_IT_WHOLE:
+            raise CannotTell(f"train.py: --optimizer {request.optimizer} with --strategy {request.strategy}: use single or ddp")
         more["optimizer"] = made
     more |= loop_settings(request)
+    if request.recompute == "full":
+        by_itself: dict[str, Any] = {"reentrant": request.reentrant}
+        more["recompute"] = by_itself if request.model.factory is None else {**by_itself, "every": 1}
+    elif settings := recompute_settings(request):
+        more["recompute"] = settings
     program, launch = _program(request, more, trainer=False)
     notes += _left_to_the_program(request, written=True)
     return Files({**texts, **program}, tuple(dict.fromkeys(notes)), launch)
@@ -160,10 +185,10 @@ def _for_a_loop(request: Request) -> Files:
 
 def _program(request: Request, more: dict[str, Any], *, trainer: bool) -> tuple[dict[str, str], tuple[str, ...]]:
     """(train.py and what only it reads, how it is started); `more`: of run.json."""
-    config, run = model_of(request)
-    run |= more
+    config, run = model_of(request) if request.model.factory is None else (None, factory_of(request))
+    run |= more | (changed := loss_settings(request))
     launch = (*launcher(request), PROGRAM)
-    texts = {}
+    texts = {} if config is None else {CONFIG: _json(config)}
     if request.alloc_conf:
         run["alloc_conf"] = request.alloc_conf
     adapter = adapter_of(request)
@@ -175,27 +200,36 @@ def _program(request: Request, more: dict[str, Any], *, trainer: bool) -> tuple[
         texts[QUANTISATION] = _json(packed)
     zero = request.strategy.startswith("zero")
     recompute = run.get("recompute", {})
+    if changed:
+        texts[LOSS] = LOSS_TEXT
+    if by_file := len(recompute) > 1:  # beside `reentrant`, which the models' own recompute has too
+        texts[RECOMPUTE] = RECOMPUTE_TEXT
     program = Program(
         title=f"Trains {request.model.name} with {_WAYS[trainer, zero]}.",
         launch=" ".join(launch),
         trainer=trainer,
+        factory=config is None,
         frozen=bool(request.frozen),
         alloc_conf=bool(request.alloc_conf),
         adapter=adapter is not None,
         quantised=bool(packed),
         optimizer="optimizer" in run,
+        optimizer_takes=run.get("optimizer", {}).get("takes", ""),
+        optimizer_modes=run.get("optimizer", {}).get("class", "").startswith("schedulefree.") and not trainer,
         deepspeed=zero,
         processes=launch[0] != "python",
         trainer_fsdp=trainer and request.strategy.startswith("fsdp"),
         ddp=request.strategy == "ddp" and not trainer,
         fsdp2=request.strategy in ("fsdp2", "hsdp") and not trainer,
         release=request.strategy == RELEASE,
+        own_loss=bool(changed),
         autocast="autocast" in run,
         clips="clip_grad_norm" in run,
-        recompute_all="reentrant" in recompute,
-        recompute_some=bool(recompute) and "reentrant" not in recompute,
+        recompute_all=bool(recompute) and not by_file,
+        recompute_some=by_file,
+        recompute_whole=request.recompute == "full",
     )
-    return {PROGRAM: text_of(program), RUN: _json(run), CONFIG: _json(config), **texts}, launch
+    return {PROGRAM: text_of(program), RUN: _json(run), **texts}, launch
 
 
 def _left_to_the_program(request: Request, *, written: bool) -> list[str]:
@@ -205,7 +239,8 @@ def _left_to_the_program(request: Request, *, written: bool) -> list[str]:
         f"load the model in {request.precision}": request.precision in ("bf16", "fp16") and not written,
         f"freeze the parameters that begin with {', '.join(request.frozen)}": bool(request.frozen) and not written,
         "say --rdzv-backend c10d --rdzv-endpoint HOST:PORT to torchrun on each machine": request.nodes > 1 and written,
-        f"compute the loss as --loss {request.loss} does": request.loss != "model",
+        f"compute the loss as --loss {request.loss} does": request.loss != "model" and not written,
+        f"run the MLPs in tiles as --tiled-mlp {request.mlp_tiles} does": bool(request.mlp_tiles) and not written,
         f"start with PYTORCH_ALLOC_CONF={request.alloc_conf}": bool(request.alloc_conf) and not written,
         f"feed sequences of {request.seq_len} tokens": request.model.task != "image-classification" and not written,
     }
@@ -246,7 +281,13 @@ def write_folder(
     )
     texts[README] = readme(f"{request.model.name} on {where}{request.device.name}: {how}", str(folder), files, size)
     written = Files(texts, files.notes, files.launch)
-    texts[PLAN] = plan_text(request, prediction, written)
+    run = as_run(request, texts)
+    if prediction is not None and run is not request:
+        from ..predict import predict
+        from ..trace.source import TraceSource
+
+        prediction = predict(run, TraceSource())
+    texts[PLAN] = plan_text(run, prediction, written)
     write_texts(texts, folder, force=force)
     return written
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 from memplan.models.adapters import AdapterSettings
 from memplan.planner.api import make_request
+from memplan.planner.engines import loss_write, recompute_write
 from memplan.planner.engines.plan_file import read_written
 from memplan.planner.engines.write import write_folder
 
@@ -76,12 +77,15 @@ def main(program):
         if event == "return" and frame.f_code.co_name == "main" and frame.f_code.co_filename == program:
             sys.setprofile(None)
             seen.update(frame.f_locals)
-    namespace = runpy.run_path(program, run_name="train")
-    sys.setprofile(profile)
+    sys.path.insert(0, os.path.dirname(program))
     try:
+        namespace = runpy.run_path(program, run_name="train")
+        sys.setprofile(profile)
         namespace["main"]()
     finally:
         sys.setprofile(None)
+        sys.path.pop(0)
+        sys.modules.pop("recompute", None)
     with open(os.path.join(os.path.dirname(program), f"seen.{os.environ.get('RANK', '0')}.json"), "w") as file:
         json.dump(describe({**seen, "RUN": namespace["RUN"]}), file)
 
@@ -202,6 +206,75 @@ def test_models_of_other_kinds_train_on_their_own_kind_of_samples(models, tmp_pa
     assert len(found["losses"]) == 1
 
 
+@pytest.mark.parametrize("items", [None, 40])
+@pytest.mark.parametrize("settings", [{"loss": "plain"}, {"loss": "shifted"}, {"loss": "chunked"}, {"mlp_tiles": 3}], ids=str)
+def test_a_written_loss_is_that_of_the_model(tmp_path, settings, items):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    (tmp_path / "loss.py").write_text(loss_write.TEXT)
+    change = runpy.run_path(str(tmp_path / "loss.py"))["change"]
+    config = AutoConfig.for_model("llama", **{key: value for key, value in LLAMA.items() if key != "model_type"})
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    ids = torch.randint(0, 512, (2, 21))
+    found = []
+    for changed in (False, True):
+        if changed:
+            change(model, settings)
+        model.zero_grad()
+        loss = model(input_ids=ids, labels=ids, **({"num_items_in_batch": items} if items else {})).loss
+        loss.backward()
+        found.append([loss.detach(), *(weight.grad.clone() for weight in model.parameters())])
+
+    for own, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(theirs, own, rtol=1e-4, atol=1e-6)
+
+
+def test_segments_of_blocks_that_share_more_than_hidden_states_are_not_written(models, tmp_path):
+    folder = tmp_path / "run"
+    files = write_folder(make_request(str(models / "t5"), "l4", seq_len=16, recompute="every-k:2"), folder)
+
+    assert not files.launch
+    assert any("hand on more than hidden states" in note for note in files.notes)
+
+
+KEEPS = "keep:0=nothing/1-2=aten.mm@1+attention@0/3=all"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "recompute"),
+    [("llama", "every-k:3"), ("bert", "every-k:2"), ("llama", KEEPS), ("t5", KEEPS), ("bert", "selective-layer:2")],
+)
+def test_written_recompute_changes_no_gradient(tmp_path, recompute, model_type):
+    import transformers
+
+    request = make_request("openai-community/gpt2", "l4", seq_len=16, recompute=recompute)
+    (tmp_path / "recompute.py").write_text(recompute_write.TEXT)
+    change = runpy.run_path(str(tmp_path / "recompute.py"))["recompute"]
+    made = {"llama": (LLAMA, "CausalLM"), "bert": ({**BERT, "num_hidden_layers": 4}, "SequenceClassification"),
+            "t5": ({**T5, "num_layers": 4}, "Seq2SeqLM")}[model_type]  # fmt: skip
+    config = transformers.AutoConfig.for_model(model_type, **{k: v for k, v in made[0].items() if k != "model_type"})
+    torch.manual_seed(0)
+    model = getattr(transformers, f"AutoModelFor{made[1]}").from_config(config).eval()
+    ids = torch.randint(0, 100, (2, 16))
+    labels = torch.tensor([0, 1]) if model_type == "bert" else ids
+    found = []
+    for changed in (False, True):
+        if changed:
+            change(model, recompute_write.recompute_settings(request))
+        model.zero_grad()
+        loss = (
+            model(input_ids=ids, labels=labels, use_cache=False).loss
+            if model_type != "bert"
+            else model(ids, labels=labels).loss
+        )
+        loss.backward()
+        found.append([loss.detach(), *(weight.grad.clone() for weight in model.parameters() if weight.grad is not None)])
+
+    for own, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(theirs, own, rtol=1e-5, atol=1e-7)
+
+
 def test_weights_that_are_not_there_are_said(models, tmp_path):
     folder = written(models, tmp_path / "run", precision="fp32")
     program = str(folder / "train.py")
@@ -237,8 +310,8 @@ def test_a_qlora_folder_packs_the_base_in_4_bits(models, tmp_path):
 
 def test_a_loop_keeps_some_ops_and_clips(models, tmp_path):
     folder = written(
-        models, tmp_path / "run", precision="bf16-autocast", recompute="selective-op:matmul", clip_grad_norm=True,
-        grad_accum_steps=2,
+        models, tmp_path / "run", stack="loop", precision="bf16-autocast", recompute="selective-op:matmul",
+        clip_grad_norm=True, grad_accum_steps=2,
     )  # fmt: skip
 
     found = here(models, folder)
@@ -259,6 +332,7 @@ def test_a_released_gradient_is_gone_after_backward(models, tmp_path):
 @pytest.mark.parametrize(
     "question",
     [
+        {"precision": "fp32", "recompute": "every-k:2"},
         {"precision": "fp32", "alloc_conf": "expandable_segments:True", "frozen": ("model.embed_tokens",)},
         {"precision": "fp32", "strategy": "ddp", "gpus": 2, "clip_grad_norm": True, "grad_accum_steps": 2},
         {"precision": "bf16-mixed", "strategy": "fsdp2", "gpus": 2, "recompute": "full"},
@@ -274,7 +348,7 @@ def test_programs_are_short_and_clean(models, tmp_path, question, stack):
     folder = written(models, tmp_path / "run", stack=stack, **question)
     rules = ["--isolated", "--select", "E,F,W,B", "--line-length", "128"]
 
-    done = subprocess.run([ruff, "check", *rules, "train.py"], cwd=folder, capture_output=True, text=True, check=False)
+    done = subprocess.run([ruff, "check", *rules, "."], cwd=folder, capture_output=True, text=True, check=False)
 
     assert done.returncode == 0, done.stdout
     assert len((folder / "train.py").read_text().splitlines()) < 160

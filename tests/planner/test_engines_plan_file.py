@@ -13,9 +13,11 @@ from memplan.planner import cli
 from memplan.planner.api import make_request
 from memplan.planner.engines import adapter_write, write
 from memplan.planner.engines.optimizer_write import optimizer_class
-from memplan.planner.engines.plan_file import FORMAT, launcher, read_written
+from memplan.planner.engines.plan_file import FORMAT, as_run, launcher, read_written
 from memplan.planner.optimizers.catalogue import entries
 from memplan.planner.options import request_from
+from memplan.planner.predict import predict
+from memplan.planner.trace.source import TraceSource
 
 MODEL = "openai-community/gpt2"
 
@@ -48,13 +50,27 @@ def test_a_folder_asks_the_question_that_it_was_written_for(tmp_path, question):
     written = write.write_folder(request, tmp_path / "run")
     found = read_written(tmp_path / "run")
 
-    assert found.request.as_data() == request.as_data()
+    run = as_run(request, written.texts).as_data()
+    assert found.request.as_data() == run
     assert found.changed() == []
-    assert asked("--from", str(tmp_path / "run")).as_data() == request.as_data()
+    assert asked("--from", str(tmp_path / "run")).as_data() == run
     assert found.launch == written.launch
     readme = (tmp_path / "run" / "README.md").read_text().splitlines()
     assert len(readme) == 5
     assert " ".join(found.launch) in readme[1]
+
+
+@pytest.mark.parametrize(("stack", "apart"), [("trainer", True), ("loop", False)])
+def test_a_folder_is_answered_for_with_the_units_that_its_program_makes(tmp_path, stack, apart):
+    request = base(strategy="fsdp2", gpus=2, precision="bf16-mixed")
+    asked = predict(request, TraceSource())
+
+    files = write.write_folder(request, tmp_path / "run", prediction=asked, stack=stack)
+
+    found = read_written(tmp_path / "run")
+    assert bool(found.request.fsdp and found.request.fsdp.wrap_embeddings) is apart
+    assert (found.predicted["allocated_peak_bytes"] == asked.allocated_peak_bytes) is not apart
+    assert not files.notes
 
 
 def test_a_card_with_its_own_memory_is_read_back(tmp_path):
@@ -180,7 +196,12 @@ def test_a_base_that_was_quantised_beforehand_has_to_be_there():
 
 
 @pytest.mark.parametrize(
-    "name", [n for n, entry in entries().items() if entry.library in ("torch", "bitsandbytes") and n != "muon"]
+    "name",
+    [
+        n
+        for n, entry in entries().items()
+        if entry.library in ("torch", "bitsandbytes", "lion-pytorch", "prodigyopt", "schedulefree") and n != "muon"
+    ],
 )
 def test_an_optimizers_class_is_one_of_its_library_and_takes_the_arguments(name):
     import importlib
@@ -206,9 +227,40 @@ def test_flashoptims_options_are_its_arguments():
 
 
 def test_an_optimizer_of_another_library_is_left_to_its_documentation():
-    with pytest.raises(CannotTell, match="how muon"):
-        optimizer_class("muon")
-    files = write.files_of(dataclasses.replace(base(), optimizer="prodigy"), "trainer")
+    with pytest.raises(CannotTell, match="how apex-lamb"):
+        optimizer_class("apex-lamb")
+    files = write.files_of(dataclasses.replace(base(), optimizer="apex-lamb"), "trainer")
 
     assert not files.launch
-    assert any("prodigy" in note for note in files.notes)
+    assert any("apex-lamb" in note for note in files.notes)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("galore-adamw:rank=4,targets=attn", {
+            "class": "galore_torch.GaLoreAdamW", "takes": "low-rank", "matrices": {"with": ["attn"]},
+            "group": {"rank": 4, "update_proj_gap": 200, "proj_type": "std", "scale": 0.25},
+        }),
+        ("apollo-mini", {"class": "apollo_torch.APOLLOAdamW", "takes": "low-rank"}),
+        ("muon", {"class": "torch.optim.Muon", "takes": "muon"}),
+        ("badam", {"class": "badam.BlockOptimizer", "takes": "blocks"}),
+        ("adam-mini:dim=64,n_heads=4", {
+            "takes": "names", "arguments": {"lr": 5e-5, "dim": 64, "n_heads": 4, "verbose": False},
+        }),
+    ],
+)  # fmt: skip
+def test_what_an_optimizer_takes_of_the_model_is_said(name, said):
+    made = optimizer_class(name)
+
+    assert {key: made[key] for key in said} == said
+
+
+def test_an_optimizer_that_takes_the_model_whole_is_not_written_for_shards():
+    request = base(optimizer="galore-adamw", strategy="fsdp2", gpus=2)
+
+    assert not write.files_of(request).launch
+    with pytest.raises(CannotTell, match="Use --stack loop"):
+        write.files_of(request, "trainer")
+    with pytest.raises(CannotTell, match="use single or ddp"):
+        write.files_of(request, "loop")

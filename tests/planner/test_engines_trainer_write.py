@@ -146,7 +146,7 @@ def test_every_file_of_a_folder_asks_the_question_it_was_written_for(tmp_path, m
         if request.strategy.startswith("zero"):
             assert asked["deepspeed"].offload_optimizer == (request.deepspeed or DeepSpeedSettings()).offload_optimizer, name
             assert asked["deepspeed"].reduce_bucket_size == (request.deepspeed or DeepSpeedSettings()).reduce_bucket_size, name
-        if name == write.ARGUMENTS and request.strategy != "fsdp2":
+        if name == write.ARGUMENTS and request.strategy != "fsdp2" and write.RECOMPUTE not in files.texts:
             assert asked.get("recompute", "none") == request.recompute
 
 
@@ -215,12 +215,36 @@ def test_what_the_trainer_cannot_do_is_a_plain_loop_or_refused_with_the_way_out(
 
 
 def test_what_no_program_of_ours_can_do_leaves_the_configuration_and_says_so():
-    files = write.files_of(base(precision="fp32", recompute="every-k:2"))
+    files = write.files_of(base(precision="bf16-mixed", strategy="zero3", gpus=2, recompute="every-k:2"))
 
     assert write.ARGUMENTS in files.texts
     assert write.PROGRAM not in files.texts
     assert not files.launch
-    assert any("--recompute every-k:2 runs several blocks as one" in note for note in files.notes)
+    assert any("every-k:2 runs several blocks as one, and --strategy zero3 gathers each by itself" in n for n in files.notes)
+
+
+@pytest.mark.parametrize("stack", ["trainer", "loop"])
+@pytest.mark.parametrize(
+    ("recompute", "said"),
+    [
+        ("keep:0-1=nothing/2=aten.mm@0+aten.mm@3+attention@0/3-11=all",
+         {"reentrant": False, "ranges": [
+             {"blocks": [0, 1], "keep": {}},
+             {"blocks": [2, 2], "keep": {"aten.mm": [0, 3], "attention": [0]}},
+             {"blocks": [3, 11], "keep": "all"},
+         ]}),
+        ("selective-op:max", {"reentrant": False, "ops": {"aten.max": None}}),
+        ("selective-layer:3", {"reentrant": False, "every": 3}),
+        ("every-k:4", {"reentrant": False, "segment": 4}),
+    ],
+)  # fmt: skip
+def test_what_blocks_keep_is_said_to_the_file_that_does_it(stack, recompute, said):
+    files = write.files_of(base(precision="fp32", recompute=recompute), stack)
+
+    assert json.loads(files.texts[write.RUN])["recompute"] == said
+    assert 'recompute(model, RUN["recompute"])' in files.texts[write.PROGRAM]
+    assert write.RECOMPUTE in files.texts
+    assert not files.notes
 
 
 def test_what_trains_nothing_has_no_program():

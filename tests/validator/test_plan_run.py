@@ -16,6 +16,7 @@ from memplan.validator.launch import Ended
 from memplan.validator.loop import Running
 from memplan.validator.plan_run import _outcomes, check, command_of, launch, run_plan
 from memplan.validator.plan_worker import Phases
+from memplan.validator.ranks import predicted_of
 
 LLAMA = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 128,
@@ -31,9 +32,9 @@ def model(tmp_path_factory) -> str:
     return str(place)
 
 
-def written(model, folder: Path, **options) -> Path:
+def written(model, folder: Path, stack: str = "auto", **options) -> Path:
     request = make_request(model, "l4", **{"seq_len": 32, "micro_batch_size": 2, "precision": "fp32", **options})
-    write_folder(request, folder)
+    write_folder(request, folder, stack=stack)
     return folder
 
 
@@ -67,8 +68,153 @@ def test_a_folder_runs_as_it_was_written_and_agrees(model, tmp_path, capsys):
     assert sorted(file.name for file in place.iterdir()) == before  # what the run writes goes elsewhere
 
 
+KEEPS = "keep:0=nothing/1=aten.mm@0+aten.mm@4+attention@0/2=all"
+
+
+@pytest.mark.parametrize(
+    ("stack", "recompute"),
+    [
+        ("trainer", KEEPS),
+        *(pytest.param(stack, recompute, marks=pytest.mark.slow) for stack, recompute in [
+            ("loop", KEEPS), ("loop", "every-k:2"), ("trainer", "every-k:2"), ("trainer", "selective-layer:2"),
+            ("loop", "selective-op:matmul+attention"), ("trainer", "selective-op:attention"),
+        ]),
+    ],
+)  # fmt: skip
+def test_what_blocks_keep_is_what_was_predicted(model, tmp_path, stack, recompute):
+    place = written(model, tmp_path / "run", stack=stack, recompute=recompute, seq_len=64, micro_batch_size=16)
+
+    found = run_plan(place, device="cpu", traces=TraceSource())
+
+    assert found.reason == ""
+    assert found.peak.within(0.002)
+    assert not [row for row in found.rows if not row.within(0.02) and row.phase != "init"]  # batches are there by then
+
+
+LIGER = """
+from memplan.models.tiled import fused_linear_cross_entropy
+
+class LigerFusedLinearCrossEntropyLoss:
+    def __init__(self, reduction):
+        self.reduction = reduction
+
+    def __call__(self, weight, hidden, labels, bias):
+        loss = fused_linear_cross_entropy(hidden, weight, labels, bias)
+        return loss if self.reduction == "mean" else loss * (labels != -100).sum()
+"""
+
+
+@pytest.mark.parametrize(
+    ("stack", "options"),
+    [
+        ("loop", {"loss": "chunked"}),
+        *(pytest.param(stack, options, marks=pytest.mark.slow) for stack, options in [
+            ("trainer", {"loss": "chunked"}), ("trainer", {"loss": "plain"}), ("loop", {"loss": "plain"}),
+            ("trainer", {"loss": "shifted"}), ("trainer", {"loss": "liger"}), ("loop", {"loss": "liger"}),
+            ("trainer", {"mlp_tiles": 4}), ("loop", {"mlp_tiles": 4, "loss": "chunked", "recompute": "full"}),
+        ]),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_another_loss_is_what_the_folder_computes(model, tmp_path, monkeypatch, stack, options):
+    """liger-kernel needs a GPU: what stands in for it holds what its kernel does."""
+    (tmp_path / "stub" / "liger_kernel").mkdir(parents=True)
+    (tmp_path / "stub" / "liger_kernel" / "__init__.py").write_text("")
+    (tmp_path / "stub" / "liger_kernel" / "transformers.py").write_text(LIGER)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "stub"))
+    place = written(model, tmp_path / "run", stack=stack, seq_len=64, micro_batch_size=16, **options)
+
+    found = run_plan(place, device="cpu", traces=TraceSource())
+
+    assert found.reason == ""
+    assert found.peak.within(0.002)
+
+
+@pytest.mark.parametrize(
+    ("library", "optimizer", "allowed"),
+    [
+        ("torch", "muon", 0.002),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [
+            ("adam_mini", "adam-mini:dim=64,n_heads=4", 0.002),
+            ("galore_torch", "galore-adamw:rank=8", 0.06),  # the rule has the solver's own copy of a matrix
+            ("galore_torch", "galore-adafactor:rank=8", 0.06),
+            ("apollo_torch", "apollo-adamw:rank=8", 0.03),  # and a later step that projects anew, which two steps have not
+            ("apollo_torch", "apollo-mini", 0.03),
+            ("badam", "badam", 0.002),
+            ("lion_pytorch", "lion", 0.002),
+            ("prodigyopt", "prodigy", 0.005),
+            ("schedulefree", "schedule-free-sgd", 0.002),
+            ("transformers", "hf-adafactor", 0.002),
+        ]),
+    ],
+)  # fmt: skip
+def test_an_optimizer_of_a_library_is_made_and_steps_as_predicted(model, tmp_path, library, optimizer, allowed):
+    pytest.importorskip(library)
+    more = {"method": "badam"} if optimizer == "badam" else {}
+    sizes = {"precision": "bf16", "seq_len": 16, "micro_batch_size": 1}
+    place = written(model, tmp_path / "run", stack="loop", optimizer=optimizer, **sizes, **more)
+
+    found = run_plan(place, device="cpu", traces=TraceSource())
+
+    assert found.reason == ""
+    assert found.peak.within(allowed)
+    assert not [row for row in found.rows if row.what in ("param", "grad") and not row.within(allowed)]
+
+
+OWN = """
+import torch
+from torch import nn
+from width import WIDTH
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+def build(depth=4):
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sequential(*(Block() for _ in range(depth))))
+    return model, lambda batch, seq: {"input": torch.randn(batch, seq, WIDTH)}, lambda m, b: m(**b).float().square().mean()
+
+def llama():
+    from transformers import LlamaConfig, LlamaForCausalLM
+    sizes = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4, vocab_size=512)
+    return LlamaForCausalLM(LlamaConfig(**sizes))
+"""
+
+
+@pytest.mark.parametrize(
+    ("function", "options"),
+    [
+        ("build", {"precision": "bf16", "recompute": "full", "clip_grad_norm": True, "grad_accum_steps": 2}),
+        *(pytest.param(function, options, marks=pytest.mark.slow) for function, options in [
+            ("llama", {"recompute": "full"}),
+            ("build", {"precision": "bf16", "strategy": "release", "recompute": "every-k:2", "frozen": ("1.0.",)}),
+            ("build", {"precision": "bf16-autocast", "strategy": "ddp", "gpus": 2}),
+            ("build", {"precision": "bf16-mixed", "strategy": "fsdp2", "gpus": 2}),
+            ("build", {"precision": "bf16-mixed", "strategy": "zero3", "gpus": 2, "recompute": "full"}),
+        ]),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_model_of_the_users_own_code_is_trained_as_predicted(tmp_path, function, options):
+    if options.get("strategy") == "zero3":
+        pytest.importorskip("deepspeed")
+    (tmp_path / "net.py").write_text(OWN)
+    (tmp_path / "width.py").write_text("WIDTH = 32\n")
+    own = {"overrides": {"depth": "6"}} if function == "build" else {}
+    place = written(f"{tmp_path / 'net.py'}:{function}", tmp_path / "run", seq_len=64, micro_batch_size=8, **own, **options)
+
+    found = run_plan(place, device="cpu", traces=TraceSource())
+
+    assert found.reason == ""
+    assert found.peak.within(0.002)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp1", "zero2"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp1", "fsdp2", "zero2"])
 def test_a_folder_of_several_ranks_runs_by_its_own_launcher(model, tmp_path, strategy):
     if strategy.startswith("zero"):
         pytest.importorskip("deepspeed")
@@ -79,6 +225,23 @@ def test_a_folder_of_several_ranks_runs_by_its_own_launcher(model, tmp_path, str
     assert found.reason == ""
     assert [rank.rank for rank in found.ranks] == [0, 1]
     assert found.agrees
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", [False, True])
+def test_under_fsdp2_accelerates_units_are_answered_for(tmp_path, tied):
+    place = tmp_path / "wide"
+    place.mkdir()
+    (place / "config.json").write_text(json.dumps({**LLAMA, "vocab_size": 1024, "tie_word_embeddings": tied}))
+    asked = {"strategy": "fsdp2", "gpus": 2, "precision": "bf16-mixed", "seq_len": 64, "micro_batch_size": 8}
+    plain = make_request(str(place), "l4", **asked)
+    folder = written(str(place), tmp_path / "run", **asked)
+
+    found = run_plan(folder, device="cpu", traces=TraceSource())
+
+    assert found.peak.within(0.002)
+    without = predicted_of(plain.but(rank=0, iterations=2), TraceSource().step(plain, target="cpu"), "cpu").peak_bytes
+    assert without > 1.004 * found.peak.measured_bytes  # the root would have held both to the end
 
 
 def test_the_words_that_were_written_are_started_by_this_python():
