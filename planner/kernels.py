@@ -40,7 +40,7 @@ _NOTHING = Hidden()
 
 @dataclass
 class Kernels:
-    """The expansions for one GPU and torch version; `of` answers per op, computed once per signature."""
+    """The expansions for one GPU and torch version, computed once per signature."""
 
     device: Device | None
     torch_version: tuple[int, int] = (2, 13)
@@ -56,12 +56,14 @@ class Kernels:
         major, minor = torch_version.split(".")[:2]
         return cls(device, (int(major), int(minor)))
 
-    def of(self, trace: StepTrace, op: int) -> Hidden:
-        signature = int(trace.op_signature[op])
-        found = self._known.get(signature)
-        if found is None:
-            found = self._known[signature] = self._expand(trace.signatures[signature])
-        return found
+    def of_ops(self, trace: StepTrace) -> list[Hidden]:
+        """The expansion of every op of the trace."""
+        known = [_NOTHING] * len(trace.signatures)
+        for signature in set(trace.op_signature.tolist()):
+            if signature not in self._known:
+                self._known[signature] = self._expand(trace.signatures[signature])
+            known[signature] = self._known[signature]
+        return [known[signature] for signature in trace.op_signature.tolist()]
 
     def _expand(self, signature: Signature) -> Hidden:
         if self.device is None:

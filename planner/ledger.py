@@ -13,6 +13,7 @@ import enum
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -50,11 +51,12 @@ class Tier(enum.IntEnum):
 
 
 DEFAULT_STREAM = 0
+_FREED = ("", "free")  # the label of every row in which a block dies
 
 
 @dataclass(slots=True)
 class _Closed:
-    """Rows `start` to `stop`, whose blocks are `first` to `last`; `labels`: those of the rows, by the names in them."""
+    """Rows `start` to `stop`, whose blocks are `first` to `last`; `births`: those of the blocks, by the names in them."""
 
     number: int
     start: int
@@ -63,47 +65,57 @@ class _Closed:
     last: int
     names: tuple[str, ...]
     keys: list[Any]  # of the labels
-    labels: dict[tuple[str, ...], list[int]] = field(default_factory=dict)
+    births: dict[tuple[str, ...], list[tuple[int, int, int, int, int]]] = field(default_factory=dict)
 
 
 class LedgerBuilder:
-    """Collects rows; `finish()` makes the ledger."""
+    """Collects rows; `finish()` makes the ledger.
+
+    A row is one number: the block that is born, or its complement (~block) where it dies; all else is known of its birth, or
+    of the moment.
+    """
 
     def __init__(self) -> None:
-        self.now_phase = int(Phase.INIT)
-        self.now_iteration = 0
-        self._block: list[int] = []
-        self._delta: list[int] = []
-        self._phase: list[int] = []
-        self._iteration: list[int] = []
-        self._label: list[int] = []
-        self._births: list[tuple[int, int, int, int]] = []  # of each block: bytes, component, tier, stream
-        self._labels: dict[Any, int] = {}
+        self._rows: list[int] = []
+        self._births: list[tuple[int, int, int, int, int]] = []  # of each block: bytes, component, tier, stream, label
+        self._labels: dict[Any, int] = {_FREED: 0}
+        self._phases: list[tuple[int, int]] = [(0, int(Phase.INIT))]  # (row, from there on)
+        self._iterations: list[tuple[int, int]] = [(0, 0)]
         self._closed: dict[Hashable, _Closed] = {}
         self._repeats: list[tuple[int, int, int]] = []
 
     def __len__(self) -> int:
-        return len(self._block)
+        return len(self._rows)
+
+    @property
+    def now_phase(self) -> int:
+        return self._phases[-1][1]
+
+    @now_phase.setter
+    def now_phase(self, phase: int) -> None:
+        self._phases.append((len(self._rows), phase))
+
+    @property
+    def now_iteration(self) -> int:
+        return self._iterations[-1][1]
+
+    @now_iteration.setter
+    def now_iteration(self, iteration: int) -> None:
+        self._iterations.append((len(self._rows), iteration))
 
     def alloc(self, nbytes: int, component: int, label: Any, tier: int = Tier.GPU, stream: int = DEFAULT_STREAM) -> int:
         """A new block of `nbytes`; `label` says what it is: a key that `finish` turns into (fqn, what)."""
-        block = len(self._births)
-        self._births.append((nbytes, component, tier, stream))
-        self._row(block, nbytes, label)
+        births, labels = self._births, self._labels
+        block = len(births)
+        births.append((nbytes, component, tier, stream, labels.setdefault(label, len(labels))))
+        self._rows.append(block)
         return block
 
-    def free(self, block: int, label: Any) -> None:
-        self._row(block, -self._births[block][0], label)
+    def free(self, block: int) -> None:
+        self._rows.append(~block)
 
     def nbytes(self, block: int) -> int:
         return self._births[block][0]
-
-    def _row(self, block: int, delta: int, label: Any) -> None:
-        self._block.append(block)
-        self._delta.append(delta)
-        self._phase.append(self.now_phase)
-        self._iteration.append(self.now_iteration)
-        self._label.append(self._labels.setdefault(label, len(self._labels)))
 
     def closed(self, key: Hashable, names: Sequence[str], make: Callable[[], None]) -> None:
         """Rows that leave nothing behind: what is born in them dies in them, before any other.
@@ -111,54 +123,56 @@ class LedgerBuilder:
         `make` writes them the first time; the next time that a `key` comes, the same rows are written with new blocks, and
         with the names of now for those of then in their labels, which are then all of the form (name, what).
         """
+        rows, births = self._rows, self._births
+        start, first = len(rows), len(births)
         known = self._closed.get(key)
         if known is None:
-            start, first = len(self._block), len(self._births)
             make()
-            keys, written = list(self._labels), self._label[start:]
-            made = _Closed(len(self._closed), start, len(self._block), first, len(self._births), tuple(names), keys)
-            made.labels[made.names] = written
-            self._closed[key] = made
-            self._repeats.append((start, made.stop, made.number))
-            return
-        start, stop = known.start, known.stop
-        shift = len(self._births) - known.first
-        self._births += self._births[known.first : known.last]
-        self._repeats.append((len(self._block), len(self._block) + stop - start, known.number))
-        self._block += [block + shift for block in self._block[start:stop]]
-        self._delta += self._delta[start:stop]
-        self._phase += [self.now_phase] * (stop - start)
-        self._iteration += [self.now_iteration] * (stop - start)
-        labels = known.labels.get(tuple(names))
-        if labels is None:
-            labels = known.labels[tuple(names)] = self._renamed(known, names)
-        self._label += labels
+            keys = list(self._labels)
+            known = self._closed[key] = _Closed(len(self._closed), start, len(rows), first, len(births), tuple(names), keys)
+            known.births[known.names] = births[first:]
+        else:
+            shift = first - known.first
+            rows += [row + shift if row >= 0 else row - shift for row in rows[known.start : known.stop]]
+            made = known.births.get(tuple(names))
+            if made is None:
+                made = known.births[tuple(names)] = self._renamed(known, names)
+            births += made
+        self._repeats.append((start, len(rows), known.number))
 
-    def _renamed(self, known: _Closed, names: Sequence[str]) -> list[int]:
-        """The labels of closed rows, under other names."""
-        now = dict(zip(known.names, names, strict=True))
-        then = known.labels[known.names]
-        found = {}
-        for label in dict.fromkeys(then):
+    def _renamed(self, known: _Closed, names: Sequence[str]) -> list[tuple[int, int, int, int, int]]:
+        """The births of closed rows, under other names."""
+        now, labels = dict(zip(known.names, names, strict=True)), self._labels
+        found = []
+        for *facts, label in known.births[known.names]:
             name, what = known.keys[label]
-            found[label] = self._labels.setdefault((now.get(name, name), what), len(self._labels))
-        return [found[label] for label in then]
+            found.append((*facts, labels.setdefault((now.get(name, name), what), len(labels))))
+        return found  # type: ignore[return-value]  # the star loses the length
 
     def finish(self, describe: Callable[[Any], tuple[str, str]]) -> Ledger:
-        births = np.array(self._births, np.int64).reshape(-1, 4)
-        block = np.array(self._block, np.int32)
+        births = np.fromiter(chain.from_iterable(self._births), np.int64, 5 * len(self._births)).reshape(-1, 5)
+        rows = np.array(self._rows, np.int32)
+        is_free = rows < 0
+        block = np.where(is_free, ~rows, rows)
+        facts = births[block]
         return Ledger(
             block=block,
-            delta_bytes=np.array(self._delta, np.int64),
-            component=births[block, 1].astype(np.int8),
-            tier=births[block, 2].astype(np.int8),
-            stream=births[block, 3].astype(np.int16),
-            phase=np.array(self._phase, np.int8),
-            iteration=np.array(self._iteration, np.int16),
-            label=np.array(self._label, np.int32),
+            delta_bytes=np.where(is_free, -facts[:, 0], facts[:, 0]),
+            component=facts[:, 1].astype(np.int8),
+            tier=facts[:, 2].astype(np.int8),
+            stream=facts[:, 3].astype(np.int16),
+            phase=_spread(self._phases, len(rows)).astype(np.int8),
+            iteration=_spread(self._iterations, len(rows)).astype(np.int16),
+            label=np.where(is_free, 0, facts[:, 4]).astype(np.int32),
             labels=tuple(describe(key) for key in self._labels),
             repeats=tuple(self._repeats),
         )
+
+
+def _spread(changes: list[tuple[int, int]], count: int) -> np.ndarray:
+    """By row: the value of the last of the (row, value) at or before it."""
+    starts, values = np.array(changes, np.int64).T
+    return np.repeat(values, np.diff(starts, append=count))
 
 
 @dataclass(frozen=True)

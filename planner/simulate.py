@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .kernels import Kernels
+from .kernels import Hidden, Kernels
 from .ledger import DEFAULT_STREAM, Component, Ledger, LedgerBuilder, Tier
 from .loop import LoopFacts
 from .optimizers.rule import OptimizerRule, StepEvent, StepKind
@@ -28,8 +28,7 @@ _COMPONENT: dict[int, Component] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
+class Block(NamedTuple):
     """A live block of the ledger."""
 
     id: int
@@ -37,6 +36,11 @@ class Block:
 
 
 _GONE = Block(-1, 0)
+
+# The kinds of events as plain numbers: every event of a run is compared with them.
+_OP, _ALLOC, _FREE = int(EventKind.OP), int(EventKind.ALLOC), int(EventKind.FREE)
+_ENTER, _LEAVE = int(EventKind.ENTER), int(EventKind.LEAVE)
+_GRAD, _PHASE = int(EventKind.GRAD), int(EventKind.PHASE)
 
 
 ARITHMETIC = "arithmetic"  # a pass over parameters that a strategy runs between the ops, in bytes that it reads and writes
@@ -152,7 +156,7 @@ class Simulation:
         return Block(self._ledger.alloc(nbytes, component, (fqn, what), tier, stream), nbytes)
 
     def free(self, block: Block) -> None:
-        self._ledger.free(block.id, ("", "free"))
+        self._ledger.free(block.id)
 
     def closed(self, key: Hashable, names: Sequence[str], make: Callable[[], None]) -> None:
         """Rows that leave nothing behind, see `LedgerBuilder.closed`: `make` is called the first time that `key` comes.
@@ -251,7 +255,8 @@ class Simulation:
         program, strategy, lane = self._program, self._strategy, run.lane
         self.lane = lane
         kinds, args, auxs = program.kind, program.arg, program.aux
-        blocks, roles = self._blocks, program.role
+        blocks, roles, copied_grad, watches_saved = self._blocks, program.role, program.copied_grad, program.watches_saved
+        hidden_of, free = program.hidden_of(self._kernels), self._ledger.free
         position, stop = run.segment.start, run.segment.stop
         self.work.runs.append(Ran(run, self._ledger.now_iteration))
         thread = int(self._ledger.now_phase == Phase.BACKWARD)
@@ -259,15 +264,15 @@ class Simulation:
             kind, arg, aux = kinds[position], args[position], auxs[position]
             self._event = position
             position += 1
-            if kind == EventKind.OP:
-                hidden = self._kernels.of(self.trace, arg)
-                if program.watches_saved and position - 1 in program.unpack_at:
+            if kind == _OP:
+                hidden = hidden_of[arg]
+                if watches_saved and position - 1 in program.unpack_at:
                     self._unpack(program.unpack_at[position - 1], lane)
                 first = position
-                while position < stop and kinds[position] == EventKind.ALLOC:
+                while position < stop and kinds[position] == _ALLOC:
                     storage = args[position]
                     position += 1
-                    param = program.copied_grad.get(storage)
+                    param = copied_grad.get(storage)
                     if param is not None and strategy.holds_grad(self, self.trace.params[param]):
                         continue  # autograd adds to .grad: no copy in the parameter's layout is made
                     nbytes = hidden.output_bytes.get(program.output[storage], -1) if hidden.output_bytes else -1
@@ -277,28 +282,28 @@ class Simulation:
                     self._workspaces[thread, key] = self._new(Component.WORKSPACE, nbytes, arg)
                 if hidden.transient:
                     self._run_hidden(hidden.transient, arg)
-                if program.watches_saved and first - 1 in program.pack_at:
+                if watches_saved and first - 1 in program.pack_at:
                     self._event = position
                     self._pack(program.pack_at[first - 1], lane)
-            elif kind == EventKind.FREE:
+            elif kind == _FREE:
                 block = blocks.pop((lane, arg), None)
                 if block is None:
                     continue
                 if self.loop.keep_outputs and arg in program.outputs and roles[arg] != Role.BATCH:
                     self._held.append(block)
                 else:
-                    self.free(block)
-            elif kind == EventKind.ALLOC:  # an ALLOC whose OP is in another segment
+                    free(block.id)
+            elif kind == _ALLOC:  # an ALLOC whose OP is in another segment
                 self._from_trace(lane, arg, roles[arg])
-            elif kind == EventKind.ENTER:
+            elif kind == _ENTER:
                 if program.watches_modules:
                     strategy.before_module(self, program.module_of_call[arg], Pass(aux))
-            elif kind == EventKind.LEAVE:
+            elif kind == _LEAVE:
                 if program.watches_modules:
                     strategy.after_module(self, program.module_of_call[arg], Pass(aux))
-            elif kind == EventKind.GRAD:
+            elif kind == _GRAD:
                 strategy.grad_ready(self, self.trace.params[arg], blocks.pop((lane, aux), None))
-            elif kind == EventKind.PHASE:
+            elif kind == _PHASE:
                 self._begin(Phase(arg), micro_batch)
                 thread = int(arg == Phase.BACKWARD)
         self._event = stop
@@ -380,6 +385,8 @@ class _Program:
     def __init__(self, trace: StepTrace, strategy: Strategy) -> None:
         from .strategies.base import Strategy as Base
 
+        self._trace = trace
+        self._hidden: list[Hidden] | None = None
         self.kind = trace.event_kind.tolist()
         self.arg = trace.event_arg.tolist()
         self.aux = trace.event_aux.tolist()
@@ -402,6 +409,12 @@ class _Program:
         self.unpack_at: dict[int, list[int]] = {}
         if self.watches_saved:
             self._find_saved(trace)
+
+    def hidden_of(self, kernels: Kernels) -> list[Hidden]:
+        """By op: what its kernel makes beside its outputs."""
+        if self._hidden is None:
+            self._hidden = kernels.of_ops(self._trace)
+        return self._hidden
 
     def _find_saved(self, trace: StepTrace) -> None:
         """For every activation: the event of its last use in forward and of its first use after it."""

@@ -28,6 +28,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from ...errors import CannotTell, UserError
 from ..clipping import clip_grad_norm_events
 from ..ledger import DEFAULT_STREAM, Component, Tier
@@ -486,30 +488,32 @@ def _calls_with_input_gradient(trace: StepTrace, modules: Iterable[int]) -> dict
     """
     wanted = set(modules)
     starts, inputs = trace.op_input_start.tolist(), trace.op_inputs.tolist()
+    kinds, args, auxs = trace.event_kind.tolist(), trace.event_arg.tolist(), trace.event_aux.tolist()
+    module_of = trace.call_module.tolist()
     last_read: dict[int, int] = {}
     touched: dict[int, set[int]] = {}  # running call -> storages
     done: list[tuple[int, int, set[int]]] = []
-    backward = False
-    for index, (kind, arg, aux) in enumerate(trace.events()):
-        if kind is EventKind.PHASE:
-            backward = arg == Phase.BACKWARD
-        elif not backward:
-            continue
-        elif kind is EventKind.OP:
+    backward = np.flatnonzero((trace.event_kind == EventKind.PHASE) & (trace.event_arg == Phase.BACKWARD))
+    # Plain numbers, not the enumerations: every event of the backward is compared with them.
+    op, alloc, grad, enter, leave = map(int, (EventKind.OP, EventKind.ALLOC, EventKind.GRAD, EventKind.ENTER, EventKind.LEAVE))
+    for index in range(int(backward[0]) if len(backward) else len(kinds), len(kinds)):
+        kind, arg = kinds[index], args[index]
+        if kind == op:
             read = inputs[starts[arg] : starts[arg + 1]]
-            last_read.update(dict.fromkeys(read, index))
+            for storage in read:
+                last_read[storage] = index
             for storages in touched.values():
                 storages.update(read)
-        elif kind is EventKind.ALLOC:
+        elif kind == alloc:
             for storages in touched.values():
                 storages.add(arg)
-        elif kind is EventKind.GRAD:
-            last_read[aux] = index
-        elif aux == Pass.BACKWARD and int(trace.call_module[arg]) in wanted:
-            if kind is EventKind.ENTER:
+        elif kind == grad:
+            last_read[auxs[index]] = index
+        elif kind in (enter, leave) and auxs[index] == Pass.BACKWARD and module_of[arg] in wanted:
+            if kind == enter:
                 touched[arg] = set()
-            elif kind is EventKind.LEAVE:
-                done.append((index, int(trace.call_module[arg]), touched.pop(arg)))
+            else:
+                done.append((index, module_of[arg], touched.pop(arg)))
     found: dict[int, int] = {}
     for index, module, storages in done:
         if any(last_read.get(storage, -1) > index for storage in storages):

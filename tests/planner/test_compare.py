@@ -178,11 +178,11 @@ def test_transients_of_the_first_step_are_apart_from_the_later_ones():
         builder.now_phase, builder.now_iteration = int(Phase.BACKWARD), iteration
         grad = builder.alloc(7, Component.GRAD, ("weight", "grad"))
         other = builder.alloc(1000, Component.TEMP, ("", "matmul"))
-        builder.free(other, ("", "free"))
+        builder.free(other)
         builder.now_phase = int(Phase.STEP)
         temp = builder.alloc(size, Component.TEMP, ("weight", "optimizer step"))
-        builder.free(temp, ("", "free"))
-        builder.free(grad, ("", "free"))
+        builder.free(temp)
+        builder.free(grad)
     ledger = builder.finish(lambda key: key)
 
     assert transients(ledger, released=False) == (40, 30)

@@ -18,7 +18,7 @@ def test_a_pinned_tensor_takes_the_next_power_of_two(asked, taken):
 def test_a_freed_pinned_block_does_not_serve_another_class():
     builder = LedgerBuilder()
     freed = builder.alloc(4000, Component.PARAM, ("w", "pinned"), Tier.HOST_PINNED)
-    builder.free(freed, ("", "free"))
+    builder.free(freed)
     builder.alloc(1000, Component.PARAM, ("v", "pinned"), Tier.HOST_PINNED)
 
     assert pinned_reserved_bytes(builder.finish(lambda key: key)).tolist() == [4096, 4096, 4096 + 1024]

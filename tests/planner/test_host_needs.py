@@ -13,7 +13,7 @@ def ledger(*events: tuple[str, int, Tier]) -> Ledger:
         if sign == "+":
             blocks.append(builder.alloc(number, Component.OFFLOAD_BUFFER, "x", tier))
         else:
-            builder.free(blocks[number], "x")
+            builder.free(blocks[number])
             blocks.append(-1)
     return builder.finish(lambda key: ("", key))
 
@@ -40,7 +40,7 @@ def test_the_swappers_buffers_are_locked_by_the_byte():
     builder = LedgerBuilder()
     buffers = builder.alloc(5 * KIB, Component.OFFLOAD_BUFFER, "swap buffers", Tier.HOST_PINNED)
     builder.alloc(3 * KIB, Component.OFFLOAD_BUFFER, "gradients", Tier.HOST_PINNED)
-    builder.free(buffers, "free")
+    builder.free(buffers)
     needs = host_needs(builder.finish(lambda key: ("", key)), 1)
 
     assert needs.node_bytes == 9 * KIB

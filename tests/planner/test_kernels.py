@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import memplan
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -37,8 +38,8 @@ def info(shape, dtype="float32", stride=None) -> TensorInfo:
 
 def hidden(op: str, inputs, outputs, scalars=None, *, gpu="a100-80gb", torch="2.13.0") -> Hidden:
     signature = Signature(op, tuple(inputs), tuple(outputs), scalars or {}, 0, 0)
-    trace = SimpleNamespace(op_signature=[0], signatures=[signature])
-    return Kernels.for_device(device(gpu), torch).of(trace, 0)
+    trace = SimpleNamespace(op_signature=np.array([0]), signatures=[signature])
+    return Kernels.for_device(device(gpu), torch).of_ops(trace)[0]
 
 
 def live_peak(transient) -> int:
@@ -74,8 +75,8 @@ def test_a_linear_with_bias_takes_one_mebibyte_up_to_torch_2_7(torch, transient)
 
 
 def test_the_cpu_target_expands_nothing():
-    trace = SimpleNamespace(op_signature=[0], signatures=[Signature("aten.mm.default", (), (), {}, 0, 0)])
-    assert Kernels.none().of(trace, 0) == Hidden()
+    trace = SimpleNamespace(op_signature=np.array([0]), signatures=[Signature("aten.mm.default", (), (), {}, 0, 0)])
+    assert Kernels.none().of_ops(trace)[0] == Hidden()
 
 
 # -- attention -------------------------------------------------------------------------------------------------------------

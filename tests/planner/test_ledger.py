@@ -25,7 +25,7 @@ def made(actions) -> tuple[Ledger, dict[int, tuple[int, int, int]]]:
         live[block] = (nbytes, component, tier)
         for _ in range(min(frees, len(live))):
             gone = random.choice(sorted(live))
-            builder.free(gone, ("", "free"))
+            builder.free(gone)
             del live[gone]
     return builder.finish(lambda key: key), live
 
@@ -77,8 +77,8 @@ def small() -> Ledger:
     builder = LedgerBuilder()
     a = builder.alloc(100, Component.PARAM, ("a", ""))
     b = builder.alloc(50, Component.GRAD, ("b", ""))
-    builder.free(b, ("", "free"))
-    builder.free(a, ("", "free"))
+    builder.free(b)
+    builder.free(a)
     return builder.finish(lambda key: key)
 
 

@@ -79,7 +79,7 @@ def _bisect(keys, key):
 def closed_by_hand(builder, names):
     for name in names:
         block = builder.alloc(MIB, Component.TEMP, (name, "z"))
-        builder.free(block, ("", "free"))
+        builder.free(block)
 
 
 def test_closed_rows_are_those_that_would_have_been_written():

@@ -58,7 +58,7 @@ def spiky(spike: int, length: int = 5000):
     builder.now_phase = int(Phase.FORWARD)
     for i in range(length):
         block = builder.alloc(1000 if i == spike else 10, Component.TEMP, "x")
-        builder.free(block, "x")
+        builder.free(block)
     return builder.finish(lambda key: ("", key))
 
 

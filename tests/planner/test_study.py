@@ -76,10 +76,10 @@ def test_a_step_counts_what_is_alive_when_it_begins():
     kept = builder.alloc(100, Component.PARAM, "weights")
     gone = builder.alloc(900, Component.TEMP, "copy")
     builder.now_phase = int(Phase.STEP)
-    builder.free(gone, "copy")
+    builder.free(gone)
     builder.alloc(50, Component.TEMP, "scratch")
     builder.alloc(7, Component.OFFLOAD_BUFFER, "host", Tier.HOST_PINNED)
-    builder.free(kept, "weights")
+    builder.free(kept)
     steps = step_peaks(builder.finish(lambda key: ("", key)))
 
     assert steps["init"]["gpu"].total_bytes == 1000
