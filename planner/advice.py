@@ -30,11 +30,9 @@ def advise(prediction: Prediction, request: Request, traces: TraceSource) -> Pre
     if prediction.verdict is Verdict.UNKNOWN:
         return prediction
     if prediction.fits:
-        return replace(
-            prediction,
-            max_micro_batch_size=max_micro_batch_size(request, traces),
-            max_seq_len=max_seq_len(request, traces),
-        )
+        batches = _batches(request, traces)
+        longest = max_seq_len(request, traces, near=batches)
+        return replace(prediction, max_micro_batch_size=batches.good, max_seq_len=longest)
     if prediction.host.missing_bytes:  # nothing that changes the GPU's memory helps the host's
         without = _Change("keep everything on the GPU", "without --offload", request.but(offload=(), deepspeed=None))
         remedy = _try(without, traces) if request.offload else None
@@ -44,70 +42,123 @@ def advise(prediction: Prediction, request: Request, traces: TraceSource) -> Pre
 
 def max_micro_batch_size(request: Request, traces: TraceSource) -> int | None:
     """The largest micro batch that fits, everything else as asked; None when not even one sample does."""
-    return _largest(lambda n: request.but(micro_batch_size=n), 1, _MAX_BATCH, request.micro_batch_size, traces)
+    return _batches(request, traces).good
 
 
-def max_seq_len(request: Request, traces: TraceSource) -> int | None:
-    """The longest sequence that fits, in steps of 16 and up to the model's own limit; None where length means nothing."""
+def _batches(request: Request, traces: TraceSource) -> _Boundary:
+    search = _Boundary(1, _MAX_BATCH)
+    search.run(lambda n: _fits(request.but(micro_batch_size=n), traces), request.micro_batch_size)
+    return search
+
+
+def max_seq_len(request: Request, traces: TraceSource, near: _Boundary | None = None) -> int | None:
+    """The longest sequence that fits, in steps of 16 and up to the model's own limit; None where length means nothing.
+
+    `near`: the search for the largest batch of the same request, which knows how it fits as it is.
+    """
     if request.model.task == "image-classification":
         return None
     limit = request.model.max_seq_len or 1 << 17
     if limit < _MIN_STEPS * _SEQ_STEP:
         return None
-
-    def at(n: int) -> Request:
-        return request.but(seq_len=n * _SEQ_STEP)
-
-    found = _largest(at, _MIN_STEPS, limit // _SEQ_STEP, request.seq_len // _SEQ_STEP, traces)
+    steps, rest = divmod(limit, _SEQ_STEP)
+    search = _Boundary(_MIN_STEPS, steps)
+    start = request.seq_len // _SEQ_STEP
+    if near is not None:
+        search.aim = near.limit
+        if start * _SEQ_STEP == request.seq_len and _MIN_STEPS <= start <= steps:
+            search.learn(start, *near.known[request.micro_batch_size])
+    found = search.run(lambda n: _fits(request.but(seq_len=n * _SEQ_STEP), traces), start)
     if found is None:
         return None
-    if found == limit // _SEQ_STEP and limit % _SEQ_STEP and _fits(request.but(seq_len=limit), traces)[0]:
+    if found == steps and rest and _fits(request.but(seq_len=limit), traces)[0]:
         return limit
     return found * _SEQ_STEP
 
 
-def _largest(at: Callable[[int], Request], low: int, high: int, start: int, traces: TraceSource) -> int | None:
-    """The largest n in [low, high] for which `at(n)` fits."""
-    return largest(lambda n: _fits(at(n), traces), low, high, start)
-
-
 def largest(answer: Callable[[int], tuple[bool, float]], low: int, high: int, start: int) -> int | None:
-    """The largest n in [low, high] that fits, if fitting is monotone.  `answer(n)`: (fits, share of the memory that is used).
+    """The largest n in [low, high] that fits, if fitting is monotone.  `answer(n)`: (fits, share of the memory that is live).
 
-    Live bytes grow almost linearly in n, so the boundary is guessed from the two points nearest to it.
+    What is returned has been tried, and so has the next larger one, which does not fit.
     """
-    known: dict[int, tuple[bool, float]] = {}
+    return _Boundary(low, high).run(answer, start)
 
-    def fits(n: int) -> bool:
-        if n not in known:
-            known[n] = answer(n)
-        return known[n][0]
 
-    good: int | None = None
-    bad = high + 1
-    n = min(max(start, low), high)
-    while True:
-        if fits(n):
-            good = n
+class _Boundary:
+    """Where fitting ends, between the largest n that fits and the smallest that does not.
+
+    The peak of live bytes is the highest of several moments, and each of them grows linearly in n: the curve is convex, and the
+    chord of two points lies above it.  So where the chord of a point that fits and one that does not crosses the whole memory,
+    it fits as far as live bytes say; what fragmentation costs beyond that is found in doubling steps.
+    """
+
+    _GROWTH = 8  # the most by which n grows at once: two points below a bend say nothing of what lies beyond it
+    _FEW = 12  # tries, after which it bisects: a boundary that is not where the lines say
+
+    def __init__(self, low: int, high: int) -> None:
+        self.low, self.high = low, high
+        self.good: int | None = None
+        self.bad = high + 1
+        self.known: dict[int, tuple[bool, float]] = {}
+        self.aim = 1.0  # the live share at which it is thought to end; less than 1 for what fragmentation takes
+        self._step = 0  # down from a point that does not fit although less than the memory is live
+
+    def run(self, answer: Callable[[int], tuple[bool, float]], start: int) -> int | None:
+        """Tries until the boundary is found; returns `good`."""
+        n = min(max(start, self.low), self.high)
+        if self.known:
+            n = self._next()
+        while not self._is_found():
+            self.learn(n, *answer(n))
+            n = self._next()
+        return self.good
+
+    def learn(self, n: int, fits: bool, live: float) -> None:
+        self.known[n] = fits, live
+        if fits:
+            self.good, self._step = n, 0
         else:
-            bad = n
-        if good == high or bad == low or (good is not None and bad - good <= 1):
-            return good
-        n = _guess(known, low if good is None else good + 1, bad - 1, grows=good is not None and bad == high + 1)
+            self.bad = n
+            if live <= 1:
+                self.aim = min(self.aim, live)
 
+    @property
+    def limit(self) -> float:
+        """The live share at which it ended, about."""
+        if self.good is None or self.bad not in self.known:
+            return 1.0
+        return min((self.known[self.good][1] + self.known[self.bad][1]) / 2, 1.0)
 
-def _guess(known: dict[int, tuple[bool, float]], low: int, high: int, grows: bool) -> int:
-    """The next point to try in [low, high]: where the line through the known points nearest to the boundary crosses 1."""
-    if len(known) == 1:
-        ((n, (_, load)),) = known.items()
-        return min(max(2 * n if grows else max(1, int(n / max(load, 1.01))), low), high)
-    (n1, load1), (n2, load2) = sorted(((n, load) for n, (_, load) in known.items()), key=lambda p: abs(p[1] - 1))[:2]
-    if load1 == load2:
-        return (low + high) // 2
-    cross = n1 + (1 - load1) * (n2 - n1) / (load2 - load1)
-    guess = min(max(int(cross), low), high)
-    tried = len(known)
-    return guess if tried < 8 else (low + high) // 2  # a boundary that is not where the line says: bisect
+    def _is_found(self) -> bool:
+        return self.good == self.high or self.bad == self.low or (self.good is not None and self.bad - self.good <= 1)
+
+    def _next(self) -> int:
+        """The next n to try, between the two."""
+        low = self.low if self.good is None else self.good + 1
+        return min(max(self._guess(), low), self.bad - 1)
+
+    def _guess(self) -> int:
+        good, bad, known = self.good, self.bad, self.known
+        if good is None:
+            crossing = self._crossing(*sorted(known)[:2]) if len(known) > 1 else None
+            return min(bad // 2, int(bad / max(known[bad][1], 1.01))) if crossing is None else crossing
+        if bad not in known:  # nothing fails yet
+            below = max((n for n in known if n < good), default=None)
+            crossing = None if below is None else self._crossing(below, good)
+            return 2 * good if below is None else min(self.high if crossing is None else crossing, self._GROWTH * good)
+        middle = (good + bad) // 2
+        if len(known) > self._FEW:
+            return middle
+        if known[bad][1] > 1:
+            crossing = self._crossing(good, bad)
+            return middle if crossing is None else crossing
+        self._step = 2 * self._step or max(1, bad // 128)
+        return max(bad - self._step, middle)
+
+    def _crossing(self, n1: int, n2: int) -> int | None:
+        """The last n at which the line through two points is within what it aims at; None where it never leaves it."""
+        live1, live2 = self.known[n1][1], self.known[n2][1]
+        return int(n1 + (self.aim - live1) * (n2 - n1) / (live2 - live1)) if live2 > live1 else None
 
 
 def _fits(request: Request, traces: TraceSource) -> tuple[bool, float]:
@@ -121,9 +172,7 @@ def _fits(request: Request, traces: TraceSource) -> tuple[bool, float]:
     if share > 1:
         return False, share
     played = replay_ledger(ledger, AllocConf.parse(request.alloc_conf), limit_bytes=usable, with_series=False)
-    return played.failure is None, max(share, played.peak_reserved_bytes / usable) if played.failure is None else max(
-        share, 1.001
-    )
+    return played.failure is None, share
 
 
 # -- remedies ------------------------------------------------------------------------------------------------------------

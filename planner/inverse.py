@@ -206,14 +206,11 @@ class _Answers:
         return self.known[n]
 
     def fits(self, n: int) -> tuple[bool, float]:
-        """(fits, share of the usable memory at the peak)."""
+        """(fits, share of the usable memory that is live at the peak)."""
         found = self.at(n)
         if found is None:
             return False, 2.0
-        share = found.allocated_peak_bytes / max(found.usable_bytes, 1)
-        if self.good(found):
-            return True, max(share, found.reserved_peak_bytes / max(found.usable_bytes, 1))
-        return False, max(share, 1.001)
+        return self.good(found), found.allocated_peak_bytes / max(found.usable_bytes, 1)
 
     def result(self, asked: str, value: int | None, after: int | None, limit: str, notes: tuple[str, ...] = ()) -> Inverse:
         """The Inverse.  Raises CannotTell where no figure that was tried has an answer."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from memplan.planner.advice import _largest, advise, max_micro_batch_size, max_seq_len, remedies
+from memplan.planner.advice import advise, largest, max_micro_batch_size, max_seq_len, remedies
 from memplan.planner.api import make_request
 from memplan.planner.predict import predict
 from memplan.planner.prediction import Remedy, Verdict
@@ -82,33 +82,44 @@ def test_a_picture_has_no_length(source):
 
 @pytest.mark.parametrize("boundary", [1, 2, 3, 50, 4095, 4096])
 @pytest.mark.parametrize("start", [1, 60, 4096])
-def test_the_search_finds_any_boundary(monkeypatch, boundary, start):
-    from memplan.planner import advice
-
-    monkeypatch.setattr(advice, "_fits", lambda n, _: (n <= boundary, n / (boundary + 0.5)))
-    assert _largest(lambda n: n, 1, 4096, start, None) == boundary
+def test_the_search_finds_any_boundary(boundary, start):
+    assert largest(lambda n: (n <= boundary, n / (boundary + 0.5)), 1, 4096, start) == boundary
 
 
-@pytest.mark.parametrize("load", [lambda n, b: 0.5 if n <= b else 2.0, lambda n, b: n * n / (b * b + b), lambda n, b: 1.0])
-def test_the_search_finds_a_boundary_that_is_no_line(monkeypatch, load):
-    from memplan.planner import advice
+def tries(fits, live, start=1, high=4096):
+    """(what is found, how many questions it took)."""
+    asked = []
 
-    tried = []
+    def answer(n):
+        asked.append(n)
+        return fits(n), live(n)
 
-    def fits_at(n, _):
-        tried.append(n)
-        return n <= 777, load(n, 777)
-
-    monkeypatch.setattr(advice, "_fits", fits_at)
-    assert _largest(lambda n: n, 1, 1 << 14, 3, None) == 777
-    assert len(tried) < 40
+    found = largest(answer, 1, high, start)
+    assert len(asked) == len(set(asked))
+    return found, len(asked)
 
 
-def test_the_search_knows_that_nothing_fits(monkeypatch):
-    from memplan.planner import advice
+@pytest.mark.parametrize(
+    "live", [lambda n: 0.5 if n <= 777 else 2.0, lambda n: n * n / (777 * 777 + 777), lambda n: 1.0, lambda n: 0.3]
+)
+def test_the_search_finds_a_boundary_that_is_no_line(live):
+    found, count = tries(lambda n: n <= 777, live)
+    assert found == 777
+    assert count < 40
 
-    monkeypatch.setattr(advice, "_fits", lambda n, _: (False, 2.0))
-    assert _largest(lambda n: n, 1, 100, 50, None) is None
+
+@pytest.mark.parametrize("boundary", [9, 130, 1200])
+@pytest.mark.parametrize("lost", [0.0, 0.03, 0.1])
+def test_a_bend_and_fragmentation_cost_few_questions(boundary, lost):
+    """A moment that hardly depends on the batch is the peak at first; `lost`: what fragmentation takes."""
+    slope = (1 - lost) / (boundary + 0.5)
+    found, count = tries(lambda n: n <= boundary, lambda n: max(0.52 + 1e-5 * n, slope * n))
+    assert found == boundary
+    assert count <= (8 if lost == 0 else 20)
+
+
+def test_the_search_knows_that_nothing_fits():
+    assert largest(lambda n: (False, 2.0), 1, 100, 50) is None
 
 
 # -- remedies --------------------------------------------------------------------------------------------------------------
