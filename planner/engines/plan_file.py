@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...errors import UserError
+from ..plan_format import FORMAT, check_format
 from ..strategies import ZEROTH_ORDER
 
 if TYPE_CHECKING:
@@ -25,7 +26,6 @@ PROGRAM, ARGUMENTS = "train.py", "training_args.json"
 KIND = "memplan fit"
 _KINDS = (KIND, "memplan plan")
 _NOT_SAID = ("model", "device", "loop", "defaults", "compiled", "adapter")
-FORMAT = 1  # of a question's plan.json; a reader takes its own and older ones
 
 
 @dataclass(frozen=True)
@@ -151,14 +151,7 @@ def written_of(data: Any, source: str) -> PlanFile:
         return PlanFile(source=source, request=request, predicted=plan.predicted, launch=plan.launch, files=files)
     if not isinstance(data, Mapping):
         raise UserError(f"{source}: is no plan of memplan", "Name a plan.json that `memplan fit --write` has made")
-    made = data.get("format")
-    if not isinstance(made, int) or isinstance(made, bool) or made < 1:
-        raise UserError(f"{source}: format {made!r}: expected a number", "Write the folder again with `memplan fit --write`")
-    if made > FORMAT:
-        raise UserError(
-            f"{source}: format {made} was written by a newer memplan ({data.get('memplan')}); this one reads {FORMAT}",
-            "Upgrade memplan, or write the folder again",
-        )
+    check_format(data, source, "memplan fit --write")
     for key, kind in (("base", Mapping), ("launch", list), ("files", Mapping)):
         if not isinstance(data.get(key), kind):
             raise UserError(f"{source}: {key} is missing or wrong", "Write the folder again with `memplan fit --write`")

@@ -11,10 +11,10 @@ from typing import Any
 
 from ...errors import UserError
 from ..optimizers.methods import METHODS, default_optimizer
+from ..plan_format import FORMAT, check_format
 from ..prediction import Verdict
 from ..recompute.policy import PREFIX
 
-FORMAT = 1  # of plan.json; a reader takes its own and older ones
 _KIND = "memplan plan"
 
 
@@ -155,14 +155,7 @@ class Plan:
         """The inverse of `to_json`.  Raises UserError for another kind of file, a newer format, and unknown or missing keys."""
         if not isinstance(data, Mapping) or data.get("kind") != _KIND:
             raise UserError(f"{source}: is no plan of memplan", "Name a plan.json that `memplan plan --write` has made")
-        made = data.get("format")
-        if not isinstance(made, int) or isinstance(made, bool) or made < 1:
-            raise UserError(f"{source}: format {made!r}: expected a number", "Make the plan again with `memplan plan --write`")
-        if made > FORMAT:
-            raise UserError(
-                f"{source}: format {made} was written by a newer memplan ({data.get('memplan')}); this one reads {FORMAT}",
-                "Upgrade memplan, or make the plan again",
-            )
+        check_format(data, source, "memplan plan --write")
         rest = {key: value for key, value in data.items() if key not in ("kind", "format", "memplan")}
         try:
             rest["candidates"] = tuple(_made(Candidate, {**c, "verdict": Verdict(c["verdict"])}) for c in rest["candidates"])

@@ -78,6 +78,7 @@ def read(path: str, row: int = 1) -> tuple[Request, Plan | None]:
     import json
     from pathlib import Path
 
+    from ..engines.plan_file import is_plan, written_of
     from ..question import request_of
     from ..search.api import request_of_plan
     from ..search.plan import Plan
@@ -95,12 +96,13 @@ def read(path: str, row: int = 1) -> tuple[Request, Plan | None]:
     if data.get("kind") == "memplan plan":
         plan = Plan.from_json(data, str(file))
         return request_of_plan(plan, row - 1, str(file)), plan
-    question = data.get("base") if data.get("kind") == "memplan fit" else data.get("question")
-    if question is None:
-        raise UserError(f"{file}: is no answer of memplan", expected)
     if row != 1:
         raise UserError(f"--row {row}: {file} holds one answer", "Leave --row out")
-    return request_of(question, str(file)), None
+    if is_plan(data):
+        return written_of(data, str(file)).request, None
+    if data.get("question") is None:
+        raise UserError(f"{file}: is no answer of memplan", expected)
+    return request_of(data["question"], str(file)), None
 
 
 def simulate_again(request: Request, traces: TraceSource) -> tuple[Prediction, Ledger, tuple[Span, ...]]:

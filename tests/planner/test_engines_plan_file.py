@@ -13,9 +13,10 @@ from memplan.planner import cli
 from memplan.planner.api import make_request
 from memplan.planner.engines import adapter_write, write
 from memplan.planner.engines.optimizer_write import optimizer_class
-from memplan.planner.engines.plan_file import FORMAT, as_run, launcher, read_written
+from memplan.planner.engines.plan_file import as_run, launcher, read_written
 from memplan.planner.optimizers.catalogue import entries
 from memplan.planner.options import request_from
+from memplan.planner.plan_format import FORMAT
 from memplan.planner.predict import predict
 from memplan.planner.trace.source import TraceSource
 
@@ -264,3 +265,22 @@ def test_an_optimizer_that_takes_the_model_whole_is_not_written_for_shards():
         write.files_of(request, "trainer")
     with pytest.raises(CannotTell, match="use single or ddp"):
         write.files_of(request, "loop")
+
+
+def test_every_reader_refuses_a_newer_file_in_the_same_words(tmp_path):
+    from memplan.planner.show.cli import read
+
+    write.write_folder(base(), tmp_path / "run")
+    file = tmp_path / "run" / "plan.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "format": FORMAT + 1}))
+
+    for reader in (read_written, read):
+        with pytest.raises(UserError, match=f"format {FORMAT + 1} was written by a newer memplan"):
+            reader(str(file))
+
+
+def test_lomo_runs_under_the_trainer():
+    files = write.files_of(base(method="lomo", precision="bf16"))
+
+    assert json.loads(files.texts[write.ARGUMENTS])["optim"] == "lomo"
+    assert files.launch == ("python", "train.py")

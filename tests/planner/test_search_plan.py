@@ -8,10 +8,11 @@ import json
 import pytest
 from memplan.errors import UserError
 from memplan.planner.api import make_request
+from memplan.planner.plan_format import FORMAT
 from memplan.planner.prediction import Verdict
 from memplan.planner.search import cli
 from memplan.planner.search.api import best_request, request_of_plan
-from memplan.planner.search.plan import FORMAT, Candidate, Plan, Refused, read_plan
+from memplan.planner.search.plan import Candidate, Plan, Refused, read_plan
 from memplan.planner.search.table import command, render
 
 MODEL = "openai-community/gpt2"
@@ -237,3 +238,8 @@ def test_a_tight_row_holds_what_there_is_and_says_why_it_is_tight():
     assert "tight 0.00 77.00" in text
     assert "PyTorch would hold 83.00 GiB and has to empty its cache, which costs time" in text
     assert "tight ones last" in text
+
+
+def test_a_model_that_no_configuration_can_be_answered_for_is_a_mistake_and_not_too_large():
+    with pytest.raises(UserError, match="no configuration can be answered for: --method badam: it finds no layers"):
+        _run("--gpu", "rtx-4090", "--global-batch", "4", "--method", "badam")
