@@ -51,7 +51,7 @@ def in_words(
     asked = _ASKED.search(said)
     memory = "GPU" if device == "cuda" else "host"
     line = f"the run ran out of {memory} memory {place(where)}"
-    line += f": it asked for {asked[1]}" if asked else f": {' '.join(said.split())[:200]}"
+    line += f": it asked for {_readable(asked[1])}" if asked else f": {' '.join(said.split())[:200]}"
     if live:
         line += f" when {human(live['allocated'])} were allocated and {human(live['reserved'])} held by PyTorch"
     held = [f"{_PARTS.get(name, name)} {human(nbytes)}" for name, nbytes in parts.items() if nbytes]
@@ -60,6 +60,12 @@ def in_words(
         if live and (rest := live["allocated"] - sum(parts.values())) > 0:
             line += f", and {human(rest)} of activations, temporary tensors and buffers of the engine"
     return line
+
+
+def _readable(size: str) -> str:
+    """The allocator of the CPU says bytes."""
+    number, _, unit = size.partition(" ")
+    return human(int(number)) if unit == "bytes" and number.isdecimal() else size
 
 
 def place(where: tuple[str, int] | None) -> str:

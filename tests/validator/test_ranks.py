@@ -162,7 +162,7 @@ def test_an_allocation_that_fails_on_the_cpu_is_explained_in_the_run_itself():
     from memplan.validator.out_of_memory import OutOfMemory, explained
 
     with (
-        pytest.raises(OutOfMemory, match=r"host memory in the forward pass of step 2: it asked for 9 bytes"),
+        pytest.raises(OutOfMemory, match=r"host memory in the forward pass of step 2: it asked for 9 B"),
         explained(Running(), lambda: ("forward", 1), "cpu"),
     ):
         raise RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 9 bytes")
