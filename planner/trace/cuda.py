@@ -192,10 +192,14 @@ _library.define(
 
 
 def _attention_meta(query: Any, key: Any, value: Any, mask: Any, p: float, causal: bool, kernel: str, training: bool) -> Any:
-    """out is laid out [batch, seq, head, dim]; logsumexp is fp32 [batch, head, seq] (the efficient kernel rounds seq up to
-    32: `planner.kernels`); rng_state stands for the seed and offset that the kernel leaves on the GPU."""
+    """out is laid out like the query (flash: `empty_like(q_padded)`, flash_api.cpp) or [batch, seq, head, dim] (efficient);
+    logsumexp is fp32 [batch, head, seq] (the efficient kernel rounds seq up to 32: `planner.kernels`); rng_state stands for the
+    seed and offset that the kernel leaves on the GPU."""
     batch, heads, length, _ = query.shape
-    out = query.new_empty((batch, length, heads, value.size(-1))).transpose(1, 2)
+    if kernel == "flash":
+        out = torch.empty_like(query.transpose(1, 2)).transpose(1, 2)
+    else:
+        out = query.new_empty((batch, length, heads, value.size(-1))).transpose(1, 2)
     statistics = query.new_empty((batch, heads, length) if training else (0,), dtype=torch.float32)
     return out, statistics, query.new_empty((2,), dtype=torch.int64)
 
@@ -206,6 +210,8 @@ def _attention_backward_meta(
     """Gradients are laid out like their tensors (flash) or [batch, seq, head, dim] (efficient): equal in bytes."""
 
     def like(tensor: Any) -> Any:
+        if k == "flash":
+            return torch.empty_like(tensor.transpose(1, 2)).transpose(1, 2)
         batch, heads, length, dim = tensor.shape
         return tensor.new_empty((batch, length, heads, dim)).transpose(1, 2)
 

@@ -306,3 +306,17 @@ def test_the_recorded_figures_are_in_the_snapshot():
     text = json.dumps(events)
     for size in (134_348_800, 8_519_680, 1_048_576, 4_194_304):
         assert str(size) in text
+
+
+@pytest.mark.parametrize("by_batch", [False, True], ids=["heads apart", "heads together"])
+def test_flash_attention_lays_its_output_and_gradients_out_as_torch_says(by_batch):
+    """Like the query: one that comes out of `cat` has its heads apart, one that is a view of a projection together."""
+    import memplan.planner.trace.cuda  # noqa: F401  # registers the op
+    import torch
+
+    query = torch.empty((2, 64, 4, 32), dtype=torch.bfloat16, device="meta").transpose(1, 2)
+    if not by_batch:
+        query = query.contiguous()
+    ours = torch.ops.memplan.attention(query, query, query, None, 0.0, False, "flash", True)[0]
+    real = torch.ops.aten._scaled_dot_product_flash_attention(query, query, query)[0]
+    assert (ours.shape, ours.stride()) == (real.shape, real.stride())

@@ -164,7 +164,7 @@ class Attention(nn.Module):
         key = torch.cat((turned_key, key[..., self.turning :]), dim=-1)
         out = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         together = out.transpose(1, 2).reshape(batch, length, features)
-        return self.proj(together.clone())  # flash-attn lays its output out like the query, whose heads `cat` put apart
+        return self.proj(together)
 
 
 class Mlp(nn.Module):
