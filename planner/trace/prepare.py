@@ -288,6 +288,10 @@ def _wrap(
     parent = module.get_submodule(parent_path)
     old: Any = module.get_submodule(path)
     blocks = [Recomputed(g, reentrant, contexts, active=r) for g, r in zip(groups, recomputed, strict=True)]
+    if not path:  # the model is its own list of blocks
+        del old[:]
+        old.extend(blocks)
+        return
     setattr(parent, name, nn.Sequential(*blocks) if isinstance(old, nn.Sequential) else nn.ModuleList(blocks))
     if len(groups) < len(old):  # models that loop by a number of layers loop over the groups now
         for config in configs(module):

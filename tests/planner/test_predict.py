@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from dataclasses import replace
 
 import pytest
@@ -159,6 +160,38 @@ def test_recompute_lowers_what_activations_take(source):
     plain, recomputed = predict(request, source), predict(request.but(recompute="full"), source)
     assert recomputed.peak.components["activation"] < plain.peak.components["activation"]
     assert recomputed.flops_per_step > plain.flops_per_step
+
+
+STACK = """
+    import torch
+    from torch import nn
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+
+        def forward(self, x):
+            return x + self.down(torch.relu(self.up(x)))
+
+    def build():
+        return (
+            nn.Sequential(*[Block() for _ in range(6)]),
+            lambda batch, seq: {"input": torch.zeros(batch, seq, 64)},
+            lambda m, b: m(b["input"]).sum(),
+        )
+"""
+
+
+def test_a_model_that_is_its_own_list_of_blocks_recomputes_them(tmp_path, source):
+    file = tmp_path / "stack.py"
+    file.write_text(textwrap.dedent(STACK))
+    request = make_request(f"{file}:build", "a100-80gb", micro_batch_size=4, seq_len=512, precision="fp32")
+    plain, recomputed = predict(request, source), predict(request.but(recompute="full"), source)
+    of_blocks = 6 * 4 * 512 * 64 * 4  # each keeps its input alone
+    assert (
+        recomputed.phases["forward"].components["activation"] < 2 * of_blocks < plain.phases["forward"].components["activation"]
+    )
 
 
 def test_frozen_parameters_take_neither_gradient_nor_state(source):
