@@ -24,7 +24,7 @@ Known limit.  Clipping sharded gradients makes a few scalars more.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -133,7 +133,7 @@ class FullyShard(Strategy):
         self._order: list[_Group] = []  # groups as their forwards ended
         self._last_gather: Block | None = None  # kept until the next group has copied its own out
         self._reduce_inputs: list[Block] = []
-        self._early: dict[int, int] = {}  # module -> calls whose input has a gradient
+        self._early: Mapping[int, int] = {}  # module -> calls whose input has a gradient
         self._left: dict[int, int] = {}
         self._cast_inputs: CastInputs | None = None
         self._reduces = True
@@ -193,7 +193,7 @@ class FullyShard(Strategy):
             )
         self._cast_inputs = CastInputs(trace) if self.settings.param_dtype is not None else None
         self._make_groups(trace)
-        self._early = _calls_with_input_gradient(trace, self._groups)
+        self._early = calls_with_input_gradient(trace, self._groups)
         from_host = self.from_host and sim.target != "cpu"  # there nothing is moved
         full = {} if from_host else self._move(sim, trace.params)
         for slot in trace.buffers:
@@ -481,12 +481,20 @@ class FullyShard(Strategy):
         )
 
 
-def _calls_with_input_gradient(trace: StepTrace, modules: Iterable[int]) -> dict[int, int]:
+def calls_with_input_gradient(trace: StepTrace, modules: Iterable[int]) -> Mapping[int, int]:
     """Module -> how many of its calls hand a gradient to what came before: it touched a storage that is read after it.
 
     Only those reduce as soon as their backward is over; the others wait for the end of the whole backward.
     """
-    wanted = set(modules)
+    wanted = frozenset(modules)
+    key = (calls_with_input_gradient, wanted)
+    if key not in trace.worked_out:
+        trace.worked_out[key] = _calls_with_input_gradient(trace, wanted)
+    found: Mapping[int, int] = trace.worked_out[key]
+    return found
+
+
+def _calls_with_input_gradient(trace: StepTrace, wanted: frozenset[int]) -> dict[int, int]:
     starts, inputs = trace.op_input_start.tolist(), trace.op_inputs.tolist()
     kinds, args, auxs = trace.event_kind.tolist(), trace.event_arg.tolist(), trace.event_aux.tolist()
     module_of = trace.call_module.tolist()

@@ -30,6 +30,14 @@ class ModuleUse:
 
 def module_use(trace: StepTrace) -> ModuleUse:
     """Follows gradients through the forward pass of the trace."""
+    known = trace.worked_out
+    if ModuleUse not in known:
+        known[ModuleUse] = _module_use(trace)
+    found: ModuleUse = known[ModuleUse]
+    return found
+
+
+def _module_use(trace: StepTrace) -> ModuleUse:
     count = len(trace.modules)
     own: list[set[int]] = [set() for _ in range(count)]
     param_of = {p.storage: index for index, p in enumerate(trace.params)}

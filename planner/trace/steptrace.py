@@ -18,7 +18,7 @@ import math
 import struct
 import zipfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -206,6 +206,11 @@ class StepTrace:
     def params_with_grad(self) -> frozenset[int]:
         """Indices of the parameters that receive a gradient; one that the loss does not reach is trainable, but has none."""
         return frozenset(self.event_arg[self.event_kind == EventKind.GRAD].tolist())
+
+    @cached_property
+    def worked_out(self) -> dict[Hashable, Any]:
+        """What others have worked out from this trace and from nothing else, by a name of theirs; it is not to be changed."""
+        return {}
 
     def events(self) -> Iterator[tuple[EventKind, int, int]]:
         kinds = list(EventKind)
