@@ -311,6 +311,13 @@ CASES: tuple[ZeroCase, ...] = (
     _case(3, "mixtral", 5_000, frozen=("model.layers.0",), **_TIGHT),
     _case(3, "t5", 5_000, frozen=("encoder.block.0", "decoder.block.1"), **_TIGHT),
     _case(3, "opt", 5_000, memory_efficient_linear=False, frozen=("model.decoder.layers.0",), **_TIGHT),
+    # -- fp16 masters ----------------------------------------------------------------------------------------------------
+    _case(2, "llama", 5_000, precision="fp16", fp16_master_weights_and_grads=True, offload_optimizer=OffloadOptimizer(),
+          own_adam=True, rank=1),
+    _case(1, "bert", 5_000, precision="fp16", fp16_master_weights_and_grads=True, offload_optimizer=OffloadOptimizer(),
+          own_adam=True, grad_accum_dtype=_FP32, world_size=3, rank=2, grad_accum_steps=2),
+    _case(3, "gpt2", 5_000, precision="fp16", fp16_master_weights_and_grads=True, offload_optimizer=OffloadOptimizer(),
+          own_adam=True, world_size=3, rank=2, grad_accum_steps=2, **_TIGHT),
     # -- stage 3 with parts on the host or on NVMe -----------------------------------------------------------------------
     _case(3, "llama", 5_000, offload_optimizer=OffloadOptimizer(), own_adam=True, rank=1, **_TIGHT, quick=True),
     _case(3, "bert", 5_000, offload_optimizer=OffloadOptimizer(), own_adam=True, world_size=3, rank=2, grad_accum_steps=2,
@@ -335,5 +342,8 @@ CASES: tuple[ZeroCase, ...] = (
     _case(3, "llama-wide", 1_000_000, own_adam=True, **_TIGHT, sub_group_size=1_000_000,
           offload_optimizer=OffloadOptimizer(device="nvme"),
           offload_param=OffloadParam(device="nvme", buffer_size=1_000_000, buffer_count=12, max_in_cpu=2_000_000)),
+    _case(3, "llama-wide", 1_000_000, own_adam=True, **_TIGHT, sub_group_size=1_000_000,
+          offload_optimizer=OffloadOptimizer(device="nvme", fast_init=True),
+          offload_param=OffloadParam(device="nvme", buffer_size=4_000_000, buffer_count=12, max_in_cpu=2_000_000)),
     _case(3, "bert", overlap_comm=None, optimizer_groups="decay", world_size=4, iterations=3, **_auto(64)),
 )  # fmt: skip

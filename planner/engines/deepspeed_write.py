@@ -122,7 +122,8 @@ def _precision(precision: str, settings: DeepSpeedSettings, trainer: bool) -> di
         states = {"bf16_optimizer_states": True} if settings.bf16_optimizer_states else {}
         return {"bf16": {"enabled": switched, **masters, **states}}
     if precision == "fp16-mixed":
-        return {"fp16": {"enabled": switched}}
+        masters = {"fp16_master_weights_and_grads": True} if settings.fp16_master_weights_and_grads else {}
+        return {"fp16": {"enabled": switched, **masters}}
     if precision == "fp32":
         return {}
     if precision.endswith("-autocast") and trainer:

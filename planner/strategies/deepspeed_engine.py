@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from ...errors import CannotTell, UserError
 from . import MIXED
 from .deepspeed_settings import DeepSpeedSettings, OffloadDevice, OffloadOptimizer, OffloadParam
+from .zero_host import master_dtype
 
 if TYPE_CHECKING:
     from ..request import Request
@@ -135,6 +136,13 @@ def _check_masters(stage: int, settings: DeepSpeedSettings, dtype: str) -> None:
     masters, states = settings.bf16_master_weights_and_grads, settings.bf16_optimizer_states
     if settings.fp16_master_weights_and_grads:
         _check_fp16_masters(stage, settings, dtype)
+    optimizer = settings.offload_optimizer
+    if master_dtype(settings) != "float32" and optimizer is not None and optimizer.device == "nvme" and stage == 3:
+        raise UserError(
+            "16-bit masters (master_weights_and_grads) with offload_optimizer.device nvme: DeepSpeed 0.19.8 fails in its first "
+            "step, whose swap buffers are asked for in fp32",
+            "Offload to the host (device cpu), or keep fp32 masters",
+        )
     if states and not masters:
         raise UserError("bf16.bf16_optimizer_states without bf16_master_weights_and_grads: DeepSpeed refuses it", "Set both")
     if masters and (stage == 0 or dtype != "bfloat16"):
@@ -158,7 +166,8 @@ def _check_fp16_masters(stage: int, settings: DeepSpeedSettings, dtype: str) -> 
         raise CannotTell(f"{key} with a {dtype} model is not modelled. Leave it out")
     if settings.offload_optimizer is None or settings.muon is not None:
         raise UserError(
-            f"{key} without DeepSpeedCPUAdam: DeepSpeed refuses it", "Offload the optimizer (--offload optimizer), and use adamw"
+            f"{key} without DeepSpeedCPUAdam: DeepSpeed refuses it",
+            "Offload the optimizer (--offload optimizer), and use adamw",
         )
 
 

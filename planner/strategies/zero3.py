@@ -123,6 +123,9 @@ class Zero3(Strategy):
         self._e = ITEMSIZE[self._dtype]
         self._g = ITEMSIZE[self._accum_dtype]
         self._c = ITEMSIZE[self._comm_dtype]
+        whole = {}
+        if not settings.zero_init:  # the buffers for NVMe are made beside it
+            whole = {p.fqn: sim.place(Component.PARAM, p.fqn, p.shape, p.dtype) for p in trace.params}
         store = self._stored = Store(sim, settings, grouped, self.world_size, self._dtype, self._adam)
         if settings.muon is not None:
             store.muon = Muon3(
@@ -157,7 +160,7 @@ class Zero3(Strategy):
             leaves=leaves,
             views=saved_as_views(trace, self._leaf_of, memory_efficient_linear=settings.memory_efficient_linear),
         )
-        store.make(self._partition_all(sim, store))
+        store.make(self._partition_all(sim, store, whole))
         if settings.contiguous_gradients:
             sim.alloc(Component.COMM_BUFFER, settings.reduce_bucket_size * self._c, what="reduce bucket")
         store.make_gradients()
@@ -165,7 +168,7 @@ class Zero3(Strategy):
             for param in (p for sub_group in store.sub_groups for p in sub_group):
                 self._coordinator.gather_once(sim, param)
 
-    def _partition_all(self, sim: Simulation, store: Store) -> dict[str, Block]:
+    def _partition_all(self, sim: Simulation, store: Store, whole: dict[str, Block]) -> dict[str, Block]:
         """`zero.Init` of the whole model, or within it module by module; and the buffers."""
         trace, coordinator = sim.trace, self._coordinator
         assert coordinator is not None
@@ -174,12 +177,10 @@ class Zero3(Strategy):
         if self.settings.zero_init:
             for module in dict.fromkeys(p.module for p in trace.params):
                 own = [p for p in trace.params if p.module == module]
-                whole = {p.fqn: sim.place(Component.PARAM, p.fqn, p.shape, p.dtype) for p in own}
+                whole |= {p.fqn: sim.place(Component.PARAM, p.fqn, p.shape, p.dtype) for p in own}
                 for param in own:
                     coordinator.partition_secondary(sim, param)
                     parts[param.fqn] = store.partition(param, whole[param.fqn], persists=param.fqn in persistent)
-        else:
-            whole = {p.fqn: sim.place(Component.PARAM, p.fqn, p.shape, p.dtype) for p in trace.params}
         for slot in trace.buffers:
             sim.place(Component.BUFFER, slot.fqn, slot.shape, slot.dtype)
         if not self.settings.zero_init:

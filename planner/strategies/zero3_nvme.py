@@ -1,6 +1,5 @@
 """ZeRO-3's swapping to NVMe: files, the page-locked buffers in front of them, and what is too small for a file.
 
-Sizes are those of fp32 masters; with 16-bit ones everything of the optimizer has half of them, fp32 states too.
 Source: deepspeed 0.19.8, deepspeed/runtime/swap_tensor: partitioned_optimizer_swapper.py, pipelined_optimizer_swapper.py,
 optimizer_utils.py, partitioned_param_swapper.py, utils.py.  A tensor is swapped when it has at least max(1 MiB, block_size)
 bytes; files are padded to a = 1024 * intra_op_parallelism bytes.  With S elements of a sub-group, n of a parameter, c(n) of its
@@ -24,9 +23,9 @@ from ...errors import UserError
 from ..ledger import Component, Tier
 from ..optimizers.rule import StepEvent, StepKind
 from ..simulate import Block, Simulation
-from ..trace.steptrace import ITEMSIZE, TensorSlot
+from ..trace.steptrace import TensorSlot
 from .deepspeed_settings import DeepSpeedSettings
-from .zero_host import master_dtype
+from .zero_host import FP32
 
 _MIN_BYTES = 1 << 20  # utils.py, MIN_AIO_BYTES
 _TENSORS = 4  # of Adam, in memory at once
@@ -67,14 +66,13 @@ class NvmeOptimizer:
 
     def __init__(self, sim: Simulation, settings: DeepSpeedSettings, sizes: list[int]) -> None:
         assert settings.offload_optimizer is not None
-        self._m = ITEMSIZE[master_dtype(settings)]
         self._sim = sim
         self._files = _Files(sim, settings)
         self._sizes = sizes
         self._pipelines = settings.offload_optimizer.pipeline_read or settings.offload_optimizer.pipeline_write
         self._waiting: list[tuple[int, TensorSlot, int, Block | None]] = []
         self._buffered: list[tuple[str, int]] = []  # gradients in the swap buffer that is filled now
-        self._room = self._files.padded(max(sizes) * self._m)
+        self._room = self._files.padded(max(sizes) * FP32)
         self._unswapped: dict[int, list[Block]] = {}  # of each sub-group: gradients in memory
         self._states: dict[int, list[Block]] = {}  # of each sub-group: states that are still in memory
         self._names: dict[int, list[tuple[str, int]]] = {}
@@ -85,15 +83,15 @@ class NvmeOptimizer:
                 "Adam needs a buffer for the master, its two states and the gradient",
             )
         for _ in range(count):
-            nbytes = self._files.padded(max(sizes) * self._m)
+            nbytes = self._files.padded(max(sizes) * FP32)
             sim.alloc(Component.OFFLOAD_BUFFER, nbytes, what="swap buffer", tier=Tier.HOST_PINNED)
 
     def takes(self, number: int) -> bool:
         """Whether a sub-group is swapped."""
-        return self._files.is_large(self._sizes[number] * self._m)
+        return self._files.is_large(self._sizes[number] * FP32)
 
     def write_master(self, number: int) -> None:
-        self._files.write(f"master {number}", self._files.padded(self._sizes[number] * self._m), Component.MASTER_WEIGHT)
+        self._files.write(f"master {number}", self._files.padded(self._sizes[number] * FP32), Component.MASTER_WEIGHT)
 
     def collect(self, number: int, param: TensorSlot, inside: int, block: Block | None) -> None:
         """A gradient of the boundary; `block` is its fp32 tensor, None a view of what is kept anyhow."""
@@ -102,7 +100,7 @@ class NvmeOptimizer:
     def swap_out_gradients(self) -> None:
         """`_swap_out_gradients`: what is large goes to its file; the rest of it keeps the tensor that it is a view of."""
         for number, param, inside, block in self._waiting:
-            nbytes = inside * self._m
+            nbytes = inside * FP32
             if self._files.is_large(nbytes):
                 self._buffer(f"gradient of {param.fqn}", self._files.whole(nbytes))
             if block is not None and self._files.is_large(nbytes) and self._files.whole(nbytes) == nbytes:
@@ -125,7 +123,7 @@ class NvmeOptimizer:
     def swap_in(self, number: int) -> None:
         self._flush()
         for name, nbytes in [
-            (f"master {number}", self._files.padded(self._sizes[number] * self._m)),
+            (f"master {number}", self._files.padded(self._sizes[number] * FP32)),
             *self._names.get(number, []),
         ]:
             del name
@@ -141,13 +139,12 @@ class NvmeOptimizer:
             if event.kind is StepKind.FREE:
                 self._sim.free(temporaries.pop(event.slot))
             elif event.kind is StepKind.STATE:
-                on_disk = min(event.nbytes, self._sizes[number] * self._m)  # of the buffers' dtype, whatever its own
-                swapped = self._files.is_large(on_disk)
+                swapped = self._files.is_large(event.nbytes)
                 component = Component.OPTIMIZER_STATE
                 block = self._sim.alloc(component, event.nbytes, "fp32 partition", "optimizer state", Tier.HOST_PAGEABLE)
                 if swapped:
                     made.append(block)
-                    self._names.setdefault(number, []).append((f"state {index} of {number}", self._files.padded(on_disk)))
+                    self._names.setdefault(number, []).append((f"state {index} of {number}", self._files.padded(event.nbytes)))
             elif event.kind is StepKind.TEMP:
                 temporaries[event.slot] = self._sim.alloc(
                     Component.TEMP, event.nbytes, what="optimizer step", tier=Tier.HOST_PAGEABLE
@@ -204,8 +201,8 @@ class NvmeParams:
         room = self._files.padded(self._config.buffer_size * self._e) // self._e
         if elements > room:
             raise UserError(
-                f"zero_optimization.offload_param.buffer_size {self._config.buffer_size:,} with offload_optimizer.fast_init: the "
-                f"largest sub-group has {elements:,} elements",
+                f"zero_optimization.offload_param.buffer_size {self._config.buffer_size:,} with offload_optimizer.fast_init: "
+                f"the largest sub-group has {elements:,} elements",
                 f"Set it to {elements:,} or more, or sub_group_size to less",
             )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 
+import numpy as np
 import pytest
 from memplan.errors import UserError
 from memplan.models import load
@@ -154,6 +155,29 @@ def test_a_sub_group_on_nvme_leaves_swap_buffers_and_pinned_gradients_on_the_hos
     assert kept(ledger, Tier.HOST_PINNED) == {"offload_buffer": 4 * 4 * size, "grad": 2 * size}
     assert kept(ledger, Tier.HOST_PAGEABLE) == {}
     assert peak_of(ledger, Tier.HOST_PAGEABLE, Phase.STEP) == 8 * size + 2 * size  # states of the first step; write-back
+
+
+def test_masters_of_16_bits_on_the_host_have_half_the_size(net):
+    knobs = {"offload_optimizer": OffloadOptimizer(), "fp16_master_weights_and_grads": True}
+    ledger = run(net("chain", "fp16"), zero(2, **knobs))
+    pinned = kept(ledger, Tier.HOST_PINNED)
+    assert (pinned["master_weight"], pinned["grad"]) == (2 * PART, 2 * PART)
+
+
+def test_fast_init_reads_no_sub_group_into_pageable_memory_and_needs_buffers_of_its_size(net):
+    size = BIG * BIG
+
+    def init(elements, *, fast):
+        optimizer = OffloadOptimizer(device="nvme", fast_init=fast)
+        param = OffloadParam(device="nvme", max_in_cpu=0, buffer_size=elements)
+        ledger = run(net("big", "fp32"), zero(3, offload_optimizer=optimizer, offload_param=param, **TIGHT))
+        first_forward = int(np.flatnonzero(ledger.phase == Phase.FORWARD)[0])
+        rows = (ledger.tier == Tier.HOST_PAGEABLE) & (ledger.component == Component.TEMP) & (ledger.delta_bytes > 0)
+        return int(ledger.delta_bytes[:first_forward][rows[:first_forward]].sum())
+
+    assert init(size, fast=False) - init(size, fast=True) == 4 * size
+    with pytest.raises(UserError, match=r"buffer_size 262,144 with offload_optimizer\.fast_init: the largest sub-group"):
+        init(size // 4, fast=True)
 
 
 def test_a_sub_group_of_less_than_a_mib_stays_on_the_host(net):
