@@ -124,6 +124,9 @@ def make_plan(
         because = f": {next(iter(why_not.values()))}" if why_not else ""
         step = "Leave some of --method, --strategy, --precision, --optimizer, --offload ... out"
         raise UserError(f"no configuration answers to these choices{because}", step)
+    unanswered = [refused.reason for _, _, refused in everything.refused if not refused.needs_bytes]
+    if not everything.best and unanswered and len(unanswered) == len(everything.refused):
+        raise UserError(f"no configuration can be answered for: {unanswered[0].rstrip('.')}", "Or choose otherwise")
     tried = {shape[0] for shape, _ in seen}
     notes += [f"--method {m} is not among them: {why_not[m]}" for m in wanted.methods or () if m in why_not and m not in tried]
     return _plan(base, bases, wanted, everything, bounds, traces, notes, top)
