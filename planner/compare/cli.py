@@ -20,7 +20,8 @@ _WORDS = """Every way to train MODEL on one GPU in one table: what each optimize
 _DEFAULT = (
     "adamw,adafactor,sgd,flash-adamw,adamw-8bit,paged-adamw-8bit,torchao-adamw-4bit,lion,muon,galore-adamw,apollo-mini,lomo"
 )
-_TOP = 10
+_TOP = "24"
+_ALL = "all"
 _SORTS = ("peak", "kept", "checkpoint")
 _RELEASES = ("both", "yes", "no")
 _PLURALS = {"optimizer": "optimizers", "method": "methods", "precision": "precisions"}
@@ -46,7 +47,7 @@ def add_commands(commands: Any) -> None:
     answer.add_argument("--grad-release", choices=_RELEASES, default="both", help=released)
     answer.add_argument("--sort", choices=_SORTS, default="peak", help="what comes first (default: the lowest peak)")
     answer.add_argument(
-        "--top", type=int, metavar="N", default=_TOP, help=f"rows whose largest batch is searched (default: {_TOP})"
+        "--top", metavar="N|all", default=_TOP, help=f"rows whose largest batch is searched, from the first (default: {_TOP})"
     )
     answer.add_argument("--json", action="store_true", help="print JSON; sizes in bytes")
     parser.set_defaults(run=run_compare)
@@ -65,8 +66,7 @@ def run_compare(args: argparse.Namespace) -> int:
     from .table import render
     from .ways import RELEASES, optimizers_of, ways
 
-    if args.top < 0:
-        raise UserError(f"--top {args.top}: must be 0 or more", "Leave it out for 10")
+    top = _top(args.top)
     if args.strategy not in (None, "single"):
         raise UserError(f"--strategy {args.strategy}: a comparison is of one GPU", "Use `memplan study` for several")
     for one, many in _PLURALS.items():
@@ -84,13 +84,22 @@ def run_compare(args: argparse.Namespace) -> int:
     with progress(f"recording one step of {args.model}", enabled=not args.json) as say:
         asked = ways(bases, optimizers, RELEASES[args.grad_release])
         gc.disable()  # millions of small objects and no cycles: looking for some takes a tenth of the time
-        found = compare(asked, TraceSource(), top=args.top, sort=args.sort, say=say)
+        found = compare(asked, TraceSource(), top=top, sort=args.sort, say=say)
         gc.enable()
     try:
         print(json.dumps(found.to_json(), indent=2) if args.json else render(found), flush=True)
     except BrokenPipeError:  # `memplan compare ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0 if found.rows else 2
+
+
+def _top(text: str) -> int | None:
+    """Rows whose largest batch is searched; None for all."""
+    if text == _ALL:
+        return None
+    if not text.isdecimal():
+        raise UserError(f"--top {text}: must be a number of rows, or {_ALL}", f"Leave it out for {_TOP}")
+    return int(text)
 
 
 def _base(args: argparse.Namespace, method: str | None, precision: str | None) -> Request:

@@ -109,11 +109,11 @@ def compare(
     asked: Iterable[Way],
     traces: TraceSource,
     *,
-    top: int = 0,
+    top: int | None = 0,
     sort: str = "peak",
     say: Callable[[str], None] = lambda text: None,
 ) -> Comparison:
-    """Answers each way, sorts by `SORTS[sort]`, and finds the largest micro batch of the first `top` rows."""
+    """Answers each way, sorts by `SORTS[sort]`, and finds the largest micro batch of the first `top` rows (None: of all)."""
     traces = _Remembered(traces)
     rows, refused = [], []
     known: dict[Any, Row] = {}

@@ -46,7 +46,11 @@ def _heading(found: Comparison, unit: str) -> list[str]:
     kept = "weights .. state: bytes a parameter when backward has ended (master: with the error bits of split weights); "
     kept += "away: the same in managed or host memory"
     rest = f"step: made and dropped around a step, released gradients too; file: a checkpoint; peak: held by PyTorch; in {unit}"
-    return [what, kept, rest]
+    tried = sum(row.tried_batches for row in found.rows)
+    batch = "batch: the largest micro batch that fits"
+    if 0 < tried < len(found.rows):
+        batch += f", searched for the first {tried} rows (--top all: for every row)"
+    return [what, kept, f"{rest}; {batch}" if tried else rest]
 
 
 def _lines(found: Comparison, unit: int) -> list[str]:

@@ -132,6 +132,14 @@ def test_ways_whose_runs_are_equal_are_answered_once_and_keep_their_names(found)
     assert (adam.way.optimizer, adamw.way.optimizer) == ("adam", "adamw")
 
 
+def test_the_table_says_of_how_many_rows_the_largest_batch_was_searched(found, traces):
+    every = compared("gpt2", "adamw,sgd", traces, top=None)
+
+    assert all(r.tried_batches for r in every.rows)
+    assert "--top all" not in render(every)
+    assert "searched for the first 2 rows (--top all: for every row)" in " ".join(render(found).split())
+
+
 def test_rows_are_sorted_by_their_peak_and_the_first_have_a_largest_batch(found, traces):
     peaks = [r.prediction.reserved_peak_bytes for r in found.rows]
 
@@ -349,7 +357,8 @@ def test_options_of_adapters_go_to_the_methods_that_have_one(capsys):
     [
         (("--optimizer", "sgd"), "Use --optimizers A,B"),
         (("--strategy", "zero2"), "Use `memplan study`"),
-        (("--top", "-1"), "must be 0 or more"),
+        (("--top", "-1"), "a number of rows, or all"),
+        (("--top", "few"), "a number of rows, or all"),
         (("--methods", "full,,lora"), "nothing between two commas"),
         (("--seq", "5000"), "has positions for 1024 tokens"),
         (("--precisions", "bf15"), "'bf15' is not known"),
