@@ -91,12 +91,12 @@ def draw_frontier(plan: Plan) -> Figure:
     rows = [(n, c) for n, c in enumerate(plan.candidates, 1) if c.tokens_per_s is not None]
     figure = NewFigure(figsize=(8, 4.6), layout="constrained")
     axes: Any = figure.add_subplot()
-    x, y = [c.reserved_peak_bytes / GiB for _, c in rows], [c.tokens_per_s or 0.0 for _, c in rows]
+    x, y = [c.held_bytes / GiB for _, c in rows], [c.tokens_per_s or 0.0 for _, c in rows]
     if plan.objective == "pareto":
         axes.step(x, y, where="pre", color="#999999", linestyle=":")
     axes.scatter(x, y, color="#0072B2", zorder=3)
     for number, c in rows:
-        at = (c.reserved_peak_bytes / GiB, c.tokens_per_s or 0.0)
+        at = (c.held_bytes / GiB, c.tokens_per_s or 0.0)
         axes.annotate(str(number), at, (0, 6), textcoords="offset points", ha="center", fontsize=9, fontweight="bold")
     usable = plan.usable_bytes / GiB
     axes.axvline(usable, color="black", linestyle="--", linewidth=1)

@@ -71,7 +71,7 @@ def candidates(plan: Plan) -> str:
     head = ("", "configuration", "batch", "peak", "headroom", "step", unit, "host", "bound by", "gives up")
     rows = [
         (
-            str(n), c.name, f"{c.micro_batch_size} x {c.grad_accum_steps}", gib(c.reserved_peak_bytes), gib(c.headroom_bytes),
+            str(n), c.name, f"{c.micro_batch_size} x {c.grad_accum_steps}", gib(c.held_bytes), gib(max(c.headroom_bytes, 0)),
             "?" if c.step_s is None else f"{c.step_s:.2f} s", "?" if c.tokens_per_s is None else f"{c.tokens_per_s:,.0f}",
             gib(c.host_bytes, 0) if c.host_bytes >= 1 << 29 else "-",
             LANE.get(c.bound_by, c.bound_by), "; ".join(c.gives_up) or "nothing",

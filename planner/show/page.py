@@ -239,7 +239,7 @@ def _joined(spans: Sequence[Span]) -> list[tuple[str, str, float, float]]:
 def frontier(plan: Plan) -> dict[str, Any]:
     """Speed against memory of the candidates; those that no other beats in both are joined."""
     rows = [(n, c) for n, c in enumerate(plan.candidates, 1) if c.tokens_per_s is not None]
-    points = sorted((c.reserved_peak_bytes / GiB, c.tokens_per_s or 0.0) for _, c in rows)
+    points = sorted((c.held_bytes / GiB, c.tokens_per_s or 0.0) for _, c in rows)
     best: list[tuple[float, float]] = []
     for x, y in points:
         if not best or y > best[-1][1]:
@@ -253,7 +253,7 @@ def frontier(plan: Plan) -> dict[str, Any]:
             "line": {"color": "#999999", "dash": "dot", "shape": "hv"}, "hoverinfo": "skip",
         },
         {
-            "type": "scatter", "mode": "markers+text", "x": [c.reserved_peak_bytes / GiB for _, c in rows],
+            "type": "scatter", "mode": "markers+text", "x": [c.held_bytes / GiB for _, c in rows],
             "y": [c.tokens_per_s for _, c in rows], "text": [str(n) for n, _ in rows], "textposition": "top center",
             "marker": {"size": 10, "color": "#0072B2"}, "customdata": [c.name for _, c in rows], "showlegend": False,
             "hovertemplate": f"%{{customdata}}<br>%{{x:.2f}} GiB, %{{y:,.0f}} {unit} a second<extra></extra>",

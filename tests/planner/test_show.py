@@ -11,15 +11,17 @@ import pytest
 from memplan.errors import UserError
 from memplan.planner.api import make_request
 from memplan.planner.ledger import Component, LedgerBuilder
+from memplan.planner.prediction import Verdict
 from memplan.planner.search import cli as search_cli
 from memplan.planner.show import cli
 from memplan.planner.show.figure import picture
-from memplan.planner.show.html import prediction_html
+from memplan.planner.show.html import candidates, prediction_html
 from memplan.planner.show.memory import course
 from memplan.planner.show.page import frontier, lanes, memory, page, phases
 from memplan.planner.timeline.engine import Span
 from memplan.planner.trace.source import TraceSource
 from memplan.planner.trace.steptrace import Phase
+from memplan.units import GiB, gib
 
 GPT2 = {"n_layer": "2", "n_embd": "64", "n_head": "4", "vocab_size": "512"}
 HOSTILE = '</script><script>alert("x")</script><b>&'
@@ -98,6 +100,16 @@ def test_very_many_spans_are_joined_without_losing_busy_time() -> None:
     drawn = lanes(spans)["data"][0]
     assert len(drawn["x"]) <= 2001
     assert max(b + x for b, x in zip(drawn["base"], drawn["x"], strict=True)) == pytest.approx(9.9999, abs=1e-3)
+
+
+def test_a_row_that_fits_because_the_cache_is_emptied_is_shown_within_the_card(plan) -> None:
+    held = plan.candidates[0].reserved_peak_bytes
+    tight = replace(plan.candidates[0], reserved_peak_bytes=held + 3 * GiB, headroom_bytes=-3 * GiB, verdict=Verdict.TIGHT)
+    alone = replace(plan, candidates=(tight,))
+
+    assert frontier(alone)["data"][-1]["x"] == [pytest.approx(held / GiB)]
+    assert gib(held + 3 * GiB) not in candidates(alone)
+    assert gib(-3 * GiB) not in candidates(alone)
 
 
 def test_a_page_loads_nothing_and_holds_every_part(shown, plan) -> None:
