@@ -7,7 +7,7 @@ The core knows no strategy: it turns the trace's events into blocks, expands abs
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .kernels import Hidden, Kernels
@@ -80,6 +80,22 @@ class WorkLog(list[Work]):
     def __init__(self) -> None:
         super().__init__()
         self.runs: list[Ran] = []
+
+    def without(self, micro_step: int) -> WorkLog:
+        """The log of a loop that lacks this micro step, one between the first and the last."""
+        kept = WorkLog()
+        numbers = {-1: -1}
+        for number, ran in enumerate(self.runs):
+            if ran.run.micro_batch != micro_step:
+                numbers[number] = len(kept.runs)
+                kept.runs.append(ran)
+        tickets: dict[int, int] = {}
+        for ticket, work in enumerate(self):
+            if work.run in numbers:
+                tickets[ticket] = len(kept)
+                after = tuple(tickets[t] for t in work.after if t in tickets)
+                kept.append(replace(work, run=numbers[work.run], after=after))
+        return kept
 
 
 class Simulation:

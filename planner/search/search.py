@@ -83,14 +83,14 @@ def _steady(request: Request, traces: TraceSource) -> Judged:
     steps = request.loop.grad_accum_steps
     some = request.but(grad_accum_steps=min(steps, STEADY))
     trace = traces.step(some)
-    prediction = answer(some, trace, simulated(some, trace))
+    run = simulated(some, trace)
+    prediction = answer(some, trace, run)
     if steps <= STEADY:
         return Judged(request, prediction)
     time = prediction.time
     if prediction.fits and time is not None:  # else nobody asks for the time
         one_less = some.but(grad_accum_steps=STEADY - 1)
-        run = simulated(one_less, trace)
-        time = _extrapolated(time, step_time(one_less, trace, run.ledger, run.work), steps)
+        time = _extrapolated(time, step_time(one_less, trace, run.ledger, run.work.without(micro_step=1)), steps)
     flops = prediction.flops_per_step // STEADY * steps
     return Judged(request, replace(prediction, question=request.as_data(), flops_per_step=flops, time=time))
 

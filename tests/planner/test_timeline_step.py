@@ -8,6 +8,7 @@ from memplan.hardware import catalogue
 from memplan.planner.api import make_request
 from memplan.planner.loop import LoopFacts
 from memplan.planner.optimizers.traced import traced_rule
+from memplan.planner.predict import simulated
 from memplan.planner.simulate import HOST, WAIT, simulate
 from memplan.planner.strategies.ddp import DistributedDataParallel
 from memplan.planner.strategies.fsdp2 import Fsdp2Settings, FullyShard
@@ -94,6 +95,28 @@ def test_twice_the_micro_steps_take_twice_the_compute_but_one_optimizer_step(sou
     assert two.compute_s["matmul"] == pytest.approx(2 * one.compute_s["matmul"])
     assert two.compute_s["optimizer"] == pytest.approx(one.compute_s["optimizer"])
     assert one.seconds < two.seconds < 2 * one.seconds
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"strategy": "ddp"},
+        {"strategy": "zero2", "precision": "bf16-mixed"},
+        {"strategy": "zero3", "precision": "bf16-mixed", "offload": ("optimizer", "param")},
+        {"strategy": "fsdp2"},
+        {"strategy": "fsdp1", "recompute": "full"},
+    ],
+)
+def test_a_log_without_its_middle_micro_step_is_that_of_a_loop_with_one_less(source, file, options):
+    three, two = (request_of(file, gpus=4, grad_accum_steps=steps, **options) for steps in (3, 2))
+    trace = source.step(three)
+    long, short = simulated(three, trace), simulated(two, trace)
+    work = long.work.without(micro_step=1)
+
+    assert len(work) == len(short.work)
+    assert [ran.run.segment for ran in work.runs] == [ran.run.segment for ran in short.work.runs]
+    assert step_time(two, trace, long.ledger, work) == step_time(two, trace, short.ledger, short.work)
+    assert step_time(three, trace, long.ledger, long.work).seconds > step_time(two, trace, short.ledger, short.work).seconds
 
 
 def test_an_optimizer_that_launches_an_op_at_a_time_takes_three_times_the_passes(source, file):
