@@ -144,6 +144,7 @@ class StepPlan:
     def price(self, c: Coefficients) -> None:
         """Takes these coefficients from here on."""
         self._c = c
+        self._costs: dict[tuple[str, int, int, int], tuple[str, float]] = {}  # the same few sizes come again and again
         device, compiled = self._request.device, self._request.compiled
         self._op_s = self._table.seconds(device, c, tf32=self._tf32, compiled=compiled)
         seconds = np.zeros(len(self._is_op) + 1)
@@ -291,6 +292,12 @@ class StepPlan:
 
     def cost(self, work: Work) -> tuple[str, float]:
         """(lane, seconds) of something enqueued.  Raises CannotTell for a kind without a cost."""
+        key = work.kind, work.nbytes, work.ranks, work.stride
+        if key not in self._costs:
+            self._costs[key] = self._cost_of(work)
+        return self._costs[key]
+
+    def _cost_of(self, work: Work) -> tuple[str, float]:
         kind, nbytes = work.kind, work.nbytes
         if kind in KINDS:
             group = self._group.part(work.ranks, work.stride)
