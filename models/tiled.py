@@ -12,6 +12,9 @@ gradient in place, and multiplied into the gradients of the hidden states and of
 
 `tile_mlps` runs every MLP without autograd in tiles, and again in backward, tile by tile (DeepSpeed's TiledMLP of arXiv
 2506.13996; deepspeed 0.19.8, runtime/sequence_parallel/ulysses_sp.py).  Its input is all that is kept.
+
+`tiled_loss` is the head and the loss tile by tile, and each tile's backward at once, inside forward (TiledFusedLogitsLoss of
+the same file): the gradient of the hidden states is kept to backward, that of the head goes into its `.grad` with every tile.
 """
 
 from __future__ import annotations
@@ -110,6 +113,45 @@ def _to_gradient(logits: Tensor, labels: Tensor, counted: Tensor) -> Tensor:
         chance[label] -= 1
         logits[row].copy_(chance / counted)
     return losses
+
+
+def tiled_loss(loss_of: Callable[[Tensor, Tensor], Tensor], hidden: Tensor, labels: Tensor, tiles: int) -> Tensor:
+    """The sum of `loss_of(tile of hidden, tile of labels)`; `hidden`: (tokens, width).
+
+    The gradients of what `loss_of` uses beside its tile are those of this sum, whatever is done with it later: DeepSpeed scales
+    the gradient of `hidden` alone.
+    """
+    loss: Tensor = _TiledLoss.apply(loss_of, hidden, labels, tiles)
+    return loss
+
+
+class _TiledLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, loss_of: Callable[[Tensor, Tensor], Tensor], hidden: Tensor, labels: Tensor, tiles: int) -> Tensor:
+        needs = hidden.requires_grad
+        hidden = hidden.detach().requires_grad_(needs)
+        incoming = torch.tensor(1.0, dtype=hidden.dtype, device=hidden.device)
+        of_hidden = torch.zeros_like(hidden) if needs else None
+        losses, start = [], 0
+        for tile, targets in zip(hidden.chunk(tiles), labels.chunk(tiles), strict=True):
+            tile.requires_grad_(needs)
+            if of_hidden is None:
+                losses.append(loss_of(tile, targets))
+                continue
+            tile.grad = of_hidden[start : start + len(tile)]
+            with torch.enable_grad():
+                losses.append(loss_of(tile, targets))
+            torch.autograd.backward(losses[-1], incoming)
+            start += len(tile)
+        total = torch.cat([loss.unsqueeze(0) for loss in losses]).sum()
+        if of_hidden is not None:
+            ctx.save_for_backward(of_hidden.detach())
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (of_hidden,) = ctx.saved_tensors
+        return None, of_hidden.mul_(grads[0]), None, None
 
 
 def tile_mlps(module: nn.Module, tiles: int) -> int:

@@ -88,7 +88,8 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--loss",
         metavar="L",
-        help="hf: the model's own (default), plain: logits as they are, shifted, chunked, liger: fused with the head",
+        help="hf: the model's own (default), plain: logits as they are, shifted, chunked[:N]: head and loss in N (8) chunks "
+        "of tokens, liger: fused with the head, tiled[:N]: DeepSpeed's TiledFusedLogitsLoss in N (8) tiles",
     )
     how.add_argument("--tiled-mlp", type=int, metavar="N", help="every MLP runs in N tiles of tokens (DeepSpeed's TiledMLP)")
     how.add_argument(

@@ -11,7 +11,7 @@ from .loop import LoopFacts
 from .optimizers.methods import METHODS as OPTIMIZER_METHODS
 from .optimizers.refusals import refuse
 from .strategies import DISTRIBUTED, SINGLE, ZEROTH_ORDER, check_strategy
-from .trace.options import recompute_parts
+from .trace.options import loss_parts, recompute_parts
 
 if TYPE_CHECKING:
     from ..hardware.profile import Device
@@ -25,9 +25,10 @@ METHODS = ("full", *ADAPTER_METHODS, *ZEROTH_ORDER, *OPTIMIZER_METHODS)
 STRATEGIES = (SINGLE, "release", *DISTRIBUTED)
 MODES = ("train", "forward", "inference")
 ATTENTIONS = ("sdpa", "eager", "flash_attention_2")
-LOSSES = ("model", "plain", "shifted", "chunked", "liger")
+LOSSES = ("model", "plain", "shifted", "chunked", "liger", "tiled")
 # Other spellings that people use, by option.
 ALIASES = {"attention": {"flash2": "flash_attention_2"}, "loss": {"hf": "model"}}
+_TILED_LOSS_STRATEGIES = (SINGLE,)
 # Strategies whose treatment of frozen parameters beside trained ones is modelled.
 _ADAPTER_STRATEGIES = (SINGLE, "release", "ddp", "zero0", "zero1", "zero2", "zero3", "fsdp1", "fsdp2", "hsdp")
 # What can leave the GPU, by where it goes.
@@ -101,7 +102,7 @@ class Request:
         one_of("--method", self.method, METHODS, _LATER_METHODS)
         one_of("--strategy", self.strategy, STRATEGIES)
         recompute_parts(self.recompute)
-        one_of("--loss", self.loss, LOSSES)
+        self._check_loss()
         self._check_adapter()
         self._check_strategy()
         if self.loop.grad_accum_steps < 1:
@@ -118,6 +119,15 @@ class Request:
             raise CannotTell(
                 "torch.compile is not modelled: its kernels keep and recompute other tensors than eager ones. "
                 "Use --assume-eager for the eager answer"
+            )
+
+    def _check_loss(self) -> None:
+        name, _ = loss_parts(self.loss)
+        one_of("--loss", name, LOSSES)
+        if name == "tiled" and self.strategy not in _TILED_LOSS_STRATEGIES:
+            raise CannotTell(
+                f"--loss tiled with --strategy {self.strategy} is not modelled: the head's gradient is ready once a "
+                "tile, in forward. Use --loss chunked"
             )
 
     def _check_adapter(self) -> None:

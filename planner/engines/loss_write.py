@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ...errors import CannotTell
+from ..trace.options import loss_parts
 
 if TYPE_CHECKING:
     from ..request import Request
@@ -19,8 +20,11 @@ def loss_settings(request: Request) -> dict[str, Any]:
     Raises CannotTell for a model of the user's own, and for strategies that gather the head's weight for the head alone.
     """
     found: dict[str, Any] = {}
-    if request.loss != "model":
-        found["loss"] = request.loss
+    kind, parts = loss_parts(request.loss)
+    if kind != "model":
+        found["loss"] = kind
+    if kind == "chunked":
+        found["loss_chunks"] = parts
     if request.mlp_tiles:
         found["mlp_tiles"] = request.mlp_tiles
     if not found:
@@ -28,6 +32,8 @@ def loss_settings(request: Request) -> dict[str, Any]:
     said = f"--loss {request.loss}" if request.loss != "model" else f"--tiled-mlp {request.mlp_tiles}"
     if request.model.factory is not None:
         raise CannotTell(f"train.py: {said} is for the function of yours that makes the model")
+    if kind == "tiled":
+        raise CannotTell(f"train.py: {said} is DeepSpeed's TiledFusedLogitsLoss, for a program of your own")
     if request.strategy not in _WHOLE:
         raise CannotTell(f"train.py: {said} with --strategy {request.strategy} is for a program of your own")
     return found
@@ -41,7 +47,6 @@ import torch
 from torch.nn.functional import cross_entropy, pad
 from transformers.modeling_outputs import CausalLMOutput
 
-CHUNKS = 8  # of the tokens of a micro batch
 MLPS = ("mlp", "MLP", "FeedForward", "FFN")  # ends of the names of their classes
 
 
@@ -69,9 +74,9 @@ def plain(hidden, head, targets, items):
     return cross_entropy(logits, targets) if items is None else cross_entropy(logits, targets, reduction="sum") / items
 
 
-def chunked(hidden, head, targets, items):
+def chunked(hidden, head, targets, items, chunks):
     """The head and the loss, chunk after chunk, with logits in fp32."""
-    pairs = zip(hidden.flatten(0, 1).chunk(CHUNKS), targets.chunk(CHUNKS), strict=True)
+    pairs = zip(hidden.flatten(0, 1).chunk(chunks), targets.chunk(chunks), strict=True)
     losses = [cross_entropy(head(part).float(), labels, reduction="sum") for part, labels in pairs]
     return mean(torch.stack(losses).sum(), targets, items)
 
@@ -113,7 +118,7 @@ class TiledMLP(torch.autograd.Function):
 
 
 def change(model, settings):
-    """Puts what run.json says into the model: `mlp_tiles` and `loss`."""
+    """Puts what run.json says into the model: `mlp_tiles`, `loss` and `loss_chunks`."""
     inside = model.get_base_model() if hasattr(model, "get_base_model") else model
     for part in inside.modules() if "mlp_tiles" in settings else ():
         if type(part).__name__.endswith(MLPS) and any(part.children()):
@@ -122,7 +127,8 @@ def change(model, settings):
     if name == "shifted":
         inside.loss_function = shifted
     elif name:
-        loss = {"plain": plain, "chunked": chunked, "liger": liger}[name]
+        in_chunks = functools.partial(chunked, chunks=settings.get("loss_chunks"))
+        loss = {"plain": plain, "chunked": in_chunks, "liger": liger}[name]
 
         @functools.wraps(model.forward)
         def forward(labels=None, num_items_in_batch=None, **inputs):

@@ -106,8 +106,8 @@ class TraceOptions:
     use_cache: bool = False
     """The model builds a key-value cache while it trains, as its config asks; transformers' Trainer switches it off."""
     loss: str = "model"
-    """model: the model's own; plain: cross-entropy on the logits as they are; chunked: head and loss in chunks of tokens;
-    liger: Liger's fused head and loss."""
+    """model: the model's own; plain: cross-entropy on the logits as they are; chunked[:N]: head and loss in N chunks of tokens;
+    liger: Liger's fused head and loss; tiled[:N]: DeepSpeed's TiledFusedLogitsLoss in N tiles (`loss_parts`)."""
     mlp_tiles: int | None = None
     """Every MLP runs in so many tiles of tokens, and again in backward."""
     autocast_cache: bool = True
@@ -147,3 +147,18 @@ def recompute_parts(text: str) -> tuple[str, int, tuple[str, ...]]:
         f"--recompute {text!r} is not known",
         "Choose none, full, every-k:N, selective-layer:N, selective-op[:matmul+attention] or selective[:GiB]",
     )
+
+
+_LOSS_PARTS = 8  # that the tokens are cut into, where the loss does so and no number is given: torchtune's and TRL's
+
+
+def loss_parts(text: str) -> tuple[str, int]:
+    """(kind, parts that the tokens are cut into) of a --loss value.  Raises UserError for a number where none belongs."""
+    kind, colon, rest = text.partition(":")
+    if not colon:
+        return kind, _LOSS_PARTS if kind in ("chunked", "tiled") else 1
+    if kind not in ("chunked", "tiled"):
+        raise UserError(f"--loss {text}: {kind} is not cut into parts", "Only chunked:N and tiled:N are")
+    if not rest.isdecimal() or int(rest) < 1:
+        raise UserError(f"--loss {text}: expected a number of parts of 1 or more", f"Write for example {kind}:{_LOSS_PARTS}")
+    return kind, int(rest)

@@ -17,13 +17,12 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from ...errors import UserError, did_you_mean
 from ...models import BuiltModel, ModelSpec, build
 from ...models.adapters import base_of
-from ...models.tiled import fused_linear_cross_entropy, tile_mlps
+from ...models.tiled import fused_linear_cross_entropy, tile_mlps, tiled_loss
 from ..recompute.policy import ATTENTION, SELECTIVE, Op, Policy
-from .options import AUTOCAST_DTYPE, PARAM_DTYPE, TraceOptions, recompute_parts
+from .options import AUTOCAST_DTYPE, PARAM_DTYPE, TraceOptions, loss_parts, recompute_parts
 
 _MIN_BLOCKS = 2
 _FLASH_PACKAGE = "memplan_flash"  # the name under which transformers finds the flash-attn path below
-_CHUNKS = 8  # of the sequence's tokens, for --loss chunked
 # Ops whose results selective recompute keeps, by the names that --recompute selective-op:... takes.
 _SAVED_OPS: dict[str, tuple[str, ...]] = {
     "matmul": ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten._grouped_mm"),
@@ -90,6 +89,8 @@ def _adapted(built: BuiltModel, spec: ModelSpec, options: TraceOptions, real: bo
 
     module, said = adapter.apply(built.module, task=spec.task, compute_dtype=getattr(torch, narrow))
     built = replace(built, module=module)
+    if options.precision.endswith("-mixed") and not adapter.upcasts:
+        _cast_all(module, options.precision)
     if adapter.base_quant == "int8" and options.target == "cuda" and not real:
         run_as_on_a_gpu(module)
     if not adapter.autocast or param_dtype == "float32":
@@ -105,11 +106,12 @@ def _adapted(built: BuiltModel, spec: ModelSpec, options: TraceOptions, real: bo
 
 
 def _cast_all(module: nn.Module, precision: str) -> None:
-    """Engines with fp32 masters cast every parameter, also those that `from_pretrained` keeps in fp32 (T5's `wo`), and no
-    buffer (deepspeed 0.19.8, runtime/engine.py, `_cast_module_mixed_precision`)."""
+    """Engines with fp32 masters cast every parameter, also those that `from_pretrained` keeps in fp32 (T5's `wo`), and the
+    adapters that peft leaves in fp32 on an 8-bit or GPTQ base, and no buffer (deepspeed 0.19.8, runtime/engine.py,
+    `_cast_module_mixed_precision`).  Packed weights are not numbers to be cast."""
     dtype = getattr(torch, PARAM_DTYPE[precision])
     for param in module.parameters():
-        if param.dtype is torch.float32:
+        if param.dtype is torch.float32 and type(param).__name__ != "Params4bit":
             param.data = param.data.to(dtype)
 
 
@@ -340,19 +342,23 @@ class Recomputed(nn.Module):
 
 def _loss_step(built: BuiltModel, loss: str) -> tuple[Callable[[nn.Module, Mapping[str, Any]], Tensor], list[str]]:
     """The step with another loss than the model's own."""
-    if loss == "model":
+    kind, parts = loss_parts(loss)
+    if kind == "model":
         return built.step, []
     module = base_of(built.module)
     if not hasattr(module, "get_output_embeddings") or module.get_output_embeddings() is None:  # type: ignore[operator]
         raise UserError(f"--loss {loss}: {type(module).__name__} has no language-model head", "Use --loss model")
-    if loss == "shifted":
+    if kind == "shifted":
         module.loss_function = _shifted_loss  # type: ignore[assignment]
         return built.step, ["the loss is cross-entropy on shifted copies of the logits, in their own dtype"]
-    if loss == "plain":
+    if kind == "plain":
         return _plain_loss, ["the loss is cross-entropy on the logits in their own dtype, without a copy in fp32"]
-    if loss == "liger":
+    if kind == "liger":
         return _liger_loss, ["the head and the loss are Liger's fused kernel: the head's gradient exists before backward"]
-    return _chunked_loss, [f"the head and the loss run in {_CHUNKS} chunks of tokens, logits in fp32"]
+    if kind == "tiled":
+        said = f"the head and the loss run in {parts} tiles of tokens, backward too, inside forward (TiledFusedLogitsLoss)"
+        return partial(_tiled_loss, parts), [said]
+    return partial(_chunked_loss, parts), [f"the head and the loss run in {parts} chunks of tokens, logits in fp32"]
 
 
 def _targets(batch: Mapping[str, Any]) -> Tensor:
@@ -373,19 +379,29 @@ def _plain_loss(module: nn.Module, batch: Mapping[str, Any]) -> Tensor:
 
 
 def _liger_loss(module: nn.Module, batch: Mapping[str, Any]) -> Tensor:
-    module = base_of(module)
-    body = module.base_model(**{k: v for k, v in batch.items() if k != "labels"})  # type: ignore[operator]
-    head = module.get_output_embeddings()  # type: ignore[operator]
-    hidden = body.last_hidden_state.flatten(0, 1)
-    return fused_linear_cross_entropy(hidden, head.weight, _targets(batch), getattr(head, "bias", None))
+    hidden, head, targets = _before_the_head(module, batch)
+    return fused_linear_cross_entropy(hidden, head.weight, targets, getattr(head, "bias", None))  # type: ignore[arg-type]
 
 
-def _chunked_loss(module: nn.Module, batch: Mapping[str, Any]) -> Tensor:
-    module = base_of(module)
-    body = module.base_model(**{k: v for k, v in batch.items() if k != "labels"})  # type: ignore[operator]
-    hidden = body.last_hidden_state.flatten(0, 1)
-    head = module.get_output_embeddings()  # type: ignore[operator]
-    targets = _targets(batch)
-    pairs = zip(hidden.chunk(_CHUNKS), targets.chunk(_CHUNKS), strict=True)
+def _chunked_loss(parts: int, module: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+    hidden, head, targets = _before_the_head(module, batch)
+    pairs = zip(hidden.chunk(parts), targets.chunk(parts), strict=True)
     losses = [nn.functional.cross_entropy(head(h).float(), t, reduction="sum") for h, t in pairs]
     return torch.stack(losses).sum() / targets.numel()
+
+
+def _tiled_loss(parts: int, module: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+    hidden, head, targets = _before_the_head(module, batch)
+    total = targets.numel()
+
+    def loss_of(tile: Tensor, labels: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(head(tile).float(), labels, reduction="sum") / total
+
+    return tiled_loss(loss_of, hidden, targets, parts)
+
+
+def _before_the_head(module: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, nn.Module, Tensor]:
+    """(hidden states of each token, the head, targets)."""
+    module = base_of(module)
+    body = module.base_model(**{k: v for k, v in batch.items() if k != "labels"})  # type: ignore[operator]
+    return body.last_hidden_state.flatten(0, 1), module.get_output_embeddings(), _targets(batch)  # type: ignore[operator]

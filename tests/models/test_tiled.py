@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from memplan.errors import UserError
-from memplan.models.tiled import _TiledMLP, chunk_of, fused_linear_cross_entropy, tile_mlps
+from memplan.models.tiled import _TiledMLP, chunk_of, fused_linear_cross_entropy, tile_mlps, tiled_loss
 from torch.utils._python_dispatch import TorchDispatchMode
 
 TOKENS, WIDTH, WORDS = 40, 16, 100
@@ -131,6 +131,47 @@ def test_a_tiled_mlp_takes_what_deepspeeds_takes_and_computes_the_same(tiles):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
     if tiles > 1:
         assert peaks[1] < plain[1]
+
+
+@pytest.mark.parametrize("tiles", [1, 3, 4])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_tiled_loss_takes_what_deepspeeds_takes_and_computes_the_same(tiles, frozen):
+    library = pytest.importorskip("deepspeed.runtime.sequence_parallel.ulysses_sp")
+
+    def run(loss: Any) -> tuple[int, int, list[Any]]:
+        torch.manual_seed(0)
+        head, x = torch.nn.Linear(WIDTH, WORDS, bias=False), torch.randn(1, TOKENS, WIDTH, requires_grad=True)
+        head.requires_grad_(not frozen)
+        labels = torch.randint(WORDS, (1, TOKENS))
+        watch = Live()
+        with watch:
+            out = loss(head, x * 1, labels)
+            held = watch.live
+            out.backward()
+        return watch.peak, held, [out.detach(), x.grad, head.weight.grad]
+
+    def of_tile(head: torch.nn.Linear, tile: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(head(tile), labels, reduction="sum") / TOKENS
+
+    def theirs(head: torch.nn.Linear, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        weights = list(head.parameters())
+        out: torch.Tensor = library.TiledFusedLogitsLoss.apply(of_tile, head, x, labels, None, tiles, weights, "sum")
+        return out
+
+    def ours(head: torch.nn.Linear, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return tiled_loss(lambda tile, some: of_tile(head, tile, some), x.flatten(0, 1), labels.flatten(), tiles)
+
+    def plain(head: torch.nn.Linear, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return of_tile(head, x.flatten(0, 1), labels.flatten())
+
+    *peaks, values = run(ours)
+    *real_peaks, real_values = run(theirs)
+    assert peaks == real_peaks
+    for one, other in zip([*real_values, *run(plain)[2]], 2 * values, strict=True):
+        if frozen and one is None:
+            assert other is None
+        else:
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
 
 def test_every_mlp_is_tiled_and_a_model_without_one_is_an_error():

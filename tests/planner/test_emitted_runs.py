@@ -207,7 +207,9 @@ def test_models_of_other_kinds_train_on_their_own_kind_of_samples(models, tmp_pa
 
 
 @pytest.mark.parametrize("items", [None, 40])
-@pytest.mark.parametrize("settings", [{"loss": "plain"}, {"loss": "shifted"}, {"loss": "chunked"}, {"mlp_tiles": 3}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{"loss": "plain"}, {"loss": "shifted"}, {"loss": "chunked", "loss_chunks": 5}, {"mlp_tiles": 3}], ids=str
+)
 def test_a_written_loss_is_that_of_the_model(tmp_path, settings, items):
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -68,7 +68,7 @@ def test_the_peak_with_selective_checkpointing_is_the_predicted_one(name, recomp
     assert_agrees(validated(name, recompute=recompute))
 
 
-@pytest.mark.parametrize("loss", ["plain", "chunked"])
+@pytest.mark.parametrize("loss", ["plain", "chunked:3", "tiled:3"])
 def test_the_peak_with_another_loss_is_the_predicted_one(loss):
     assert_agrees(validated("llama", loss=loss))
 

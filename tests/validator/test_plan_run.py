@@ -107,7 +107,7 @@ class LigerFusedLinearCrossEntropyLoss:
 @pytest.mark.parametrize(
     ("stack", "options"),
     [
-        ("loop", {"loss": "chunked"}),
+        ("loop", {"loss": "chunked:3"}),
         *(pytest.param(stack, options, marks=pytest.mark.slow) for stack, options in [
             ("trainer", {"loss": "chunked"}), ("trainer", {"loss": "plain"}), ("loop", {"loss": "plain"}),
             ("trainer", {"loss": "shifted"}), ("trainer", {"loss": "liger"}), ("loop", {"loss": "liger"}),
