@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from .trace.source import TraceSource
 
 _MAX_BATCH = 1 << 14
-_SEQ_STEP = 16  # lengths are searched in these steps, as people choose them ...
-_MIN_STEPS = 2  # ... from here on: shorter ones are traced one by one (family.py), and nobody trains on them
+_LONG = 1 << 15  # positions of a model from which on lengths are searched in longer steps
+_MIN_STEPS = 2  # lengths are searched from here on: shorter ones are traced one by one (family.py), and nobody trains on them
 _MAX_REMEDIES = 6
 _USUAL_CARDS = (
     "t4", "rtx-4090", "rtx-5090", "l40s", "a100-sxm-40gb", "rtx-pro-6000-blackwell", "a100-sxm-80gb", "h200-sxm-141gb", "b200",
@@ -30,7 +30,7 @@ def advise(prediction: Prediction, request: Request, traces: TraceSource) -> Pre
     if prediction.verdict is Verdict.UNKNOWN:
         return prediction
     if prediction.fits:
-        batches = _batches(request, traces)
+        batches = _batches(request, traces, prediction)
         longest = max_seq_len(request, traces, near=batches)
         return replace(prediction, max_micro_batch_size=batches.good, max_seq_len=longest)
     if prediction.host.missing_bytes:  # nothing that changes the GPU's memory helps the host's
@@ -45,35 +45,46 @@ def max_micro_batch_size(request: Request, traces: TraceSource) -> int | None:
     return _batches(request, traces).good
 
 
-def _batches(request: Request, traces: TraceSource) -> _Boundary:
+def _batches(request: Request, traces: TraceSource, answered: Prediction | None = None) -> _Boundary:
+    """The search for the largest micro batch.  `answered`: the answer to the request, where there is one."""
     search = _Boundary(1, _MAX_BATCH)
+    if answered is not None and request.micro_batch_size <= _MAX_BATCH:
+        live = answered.allocated_peak_bytes / request.device.usable_bytes
+        search.learn(request.micro_batch_size, answered.fits, live)
     search.run(lambda n: _fits(request.but(micro_batch_size=n), traces), request.micro_batch_size)
     return search
 
 
+def seq_step(limit: int) -> int:
+    """Lengths are searched in steps of so many tokens, in a model that takes `limit`."""
+    return 16 if limit <= _LONG else 64
+
+
 def max_seq_len(request: Request, traces: TraceSource, near: _Boundary | None = None) -> int | None:
-    """The longest sequence that fits, in steps of 16 and up to the model's own limit; None where length means nothing.
+    """The longest sequence that fits, in steps of `seq_step` and up to the model's own limit; None where length means nothing.
 
     `near`: the search for the largest batch of the same request, which knows how it fits as it is.
     """
     if request.model.task == "image-classification":
         return None
     limit = request.model.max_seq_len or 1 << 17
-    if limit < _MIN_STEPS * _SEQ_STEP:
+    step = seq_step(limit)
+    if limit < _MIN_STEPS * step:
         return None
-    steps, rest = divmod(limit, _SEQ_STEP)
+    steps, rest = divmod(limit, step)
     search = _Boundary(_MIN_STEPS, steps)
-    start = request.seq_len // _SEQ_STEP
+    start = request.seq_len // step
     if near is not None:
         search.aim = near.limit
-        if start * _SEQ_STEP == request.seq_len and _MIN_STEPS <= start <= steps:
+        if start * step == request.seq_len and _MIN_STEPS <= start <= steps:
             search.learn(start, *near.known[request.micro_batch_size])
-    found = search.run(lambda n: _fits(request.but(seq_len=n * _SEQ_STEP), traces), start)
+            search.hint = start * (near.good or 0) // request.micro_batch_size  # as many tokens as in the largest batch
+    found = search.run(lambda n: _fits(request.but(seq_len=n * step), traces), start)
     if found is None:
         return None
     if found == steps and rest and _fits(request.but(seq_len=limit), traces)[0]:
         return limit
-    return found * _SEQ_STEP
+    return found * step
 
 
 def largest(answer: Callable[[int], tuple[bool, float]], low: int, high: int, start: int) -> int | None:
@@ -100,6 +111,7 @@ class _Boundary:
         self.good: int | None = None
         self.bad = high + 1
         self.known: dict[int, tuple[bool, float]] = {}
+        self.hint = 0  # a guess of the boundary, from elsewhere; it is tried before any line can be drawn
         self.aim = 1.0  # the live share at which it is thought to end; less than 1 for what fragmentation takes
         self._step = 0  # down from a point that does not fit although less than the memory is live
 
@@ -145,7 +157,9 @@ class _Boundary:
         if bad not in known:  # nothing fails yet
             below = max((n for n in known if n < good), default=None)
             crossing = None if below is None else self._crossing(below, good)
-            return 2 * good if below is None else min(self.high if crossing is None else crossing, self._GROWTH * good)
+            if below is None:
+                return max(self.hint, 2 * good)
+            return min(self.high if crossing is None else crossing, self._GROWTH * good)
         middle = (good + bad) // 2
         if len(known) > self._FEW:
             return middle

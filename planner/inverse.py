@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CannotTell, UserError
-from .advice import largest
+from .advice import largest, seq_step
 from .predict import predict
 from .prediction import Prediction, Verdict
 from .strategies import SINGLE
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from .trace.source import TraceSource
 
 MAX_BATCH = 1 << 14
-SEQ_STEP = 16  # tokens; lengths are searched in these steps, as people choose them
 _MIN_STEPS = 2  # shorter samples are traced one by one, and nobody trains on them
 _NO_LIMIT = 1 << 17  # tokens, for a model that has no longest length
 _OF_A_MACHINE = 8  # GPUs, as they are sold
@@ -76,7 +75,7 @@ def max_batch(model: str | ModelSpec, gpu: str = "auto", *, strict: bool = False
 
 
 def max_seq(model: str | ModelSpec, gpu: str = "auto", *, strict: bool = False, **options: Any) -> Inverse:
-    """The longest samples that fit, in steps of 16 tokens up to the model's own limit; arguments as for `max_batch`."""
+    """The longest samples that fit, in steps of 16 or 64 tokens up to the model's own limit; arguments as for `max_batch`."""
     return longest(_request(model, gpu, options), _source(), strict=strict)
 
 
@@ -127,9 +126,10 @@ def longest(request: Request, traces: TraceSource, *, strict: bool = False) -> I
         raise UserError(f"--max-seq: {request.model.name} reads pictures, not tokens", "Ask for --max-batch")
     own = request.model.max_seq_len
     limit = own or _NO_LIMIT
-    if limit < _MIN_STEPS * SEQ_STEP:
+    step = seq_step(limit)
+    if limit < _MIN_STEPS * step:
         raise UserError(f"--max-seq: {request.model.name} takes {limit} tokens at most", "Ask for --max-batch")
-    lengths = [n * SEQ_STEP for n in range(_MIN_STEPS, limit // SEQ_STEP + 1)]
+    lengths = [n * step for n in range(_MIN_STEPS, limit // step + 1)]
     if lengths[-1] != limit:
         lengths.append(limit)
     asked = _Answers(lambda n: request.but(seq_len=n), traces, strict)
