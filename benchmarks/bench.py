@@ -133,6 +133,8 @@ def measure(say: Any) -> tuple[list[Figure], dict[str, Any]]:
         memplan(PLAN_8B, known)
         known_plans = [memplan(PLAN_8B, known) for _ in range(RUNS)]
         large_plans = [memplan(PLAN_405B, _empty(folder))]
+        say("the search's rates")
+        rates = [json.loads(run([str(Path(__file__).with_name("search_rate.py"))], known).output) for _ in range(RUNS)]
         say("one step of Llama-3.1-8B: the allocator, memplan's trace, MemTracker (half a minute)")
         script = str(Path(__file__).with_name("one_step.py"))
         replays = [json.loads(run([script, "replay"], known).output) for _ in range(RUNS)]
@@ -154,10 +156,12 @@ def measure(say: Any) -> tuple[list[Figure], dict[str, Any]]:
         _wall("plan for Llama-3.1-8B on 8 GPUs, nothing cached", plans, 10.0),
         _wall("plan for Llama-3.1-8B on 8 GPUs, from the cache", known_plans, 3.0),
         _wall("plan for Llama-3.1-405B on 64 GPUs, nothing cached", large_plans, 20.0),
+        Figure("configurations bounded", "/s", tuple(r["bounded_per_s"] for r in rates), 1000, more_is_better=True),
+        Figure("configurations simulated in full", "/s", tuple(r["simulated_per_s"] for r in rates), 10, more_is_better=True),
         Figure("allocator replay", "events/s", tuple(r["events_per_s"] for r in replays), 100_000, more_is_better=True),
         Figure("MemTracker's CPU time over memplan's", "x", ratios, 10.0, more_is_better=True),
     ]
-    return figures, {"memplan": ours, "mem_tracker": theirs, "replay_events": replays[0]["events"]}
+    return figures, {"memplan": ours, "mem_tracker": theirs, "replay_events": replays[0]["events"], "rates": rates}
 
 
 def _empty(folder: str) -> Path:
@@ -179,9 +183,21 @@ def surroundings() -> dict[str, Any]:
         "processor": here.cpu_model,
         "cores": here.cpu_cores,
         "load_before": round(os.getloadavg()[0], 2),
+        "loop_s": round(loop_s(), 2),
         "python": ".".join(map(str, sys.version_info[:3])),
         **{name: version(name) for name in ("memplan", "torch", "transformers")},
     }
+
+
+def loop_s() -> float:
+    """Seconds of ten million additions, the fastest of three: how fast the machine is today.  Virtual ones differ by day."""
+    times = []
+    for _ in range(3):
+        began, total = time.perf_counter(), 0
+        for number in range(10_000_000):
+            total += number
+        times.append(time.perf_counter() - began)
+    return min(times)
 
 
 def page(figures: Sequence[Figure], around: dict[str, Any], detail: dict[str, Any]) -> str:
@@ -192,7 +208,7 @@ def page(figures: Sequence[Figure], around: dict[str, Any], detail: dict[str, An
     return f"""# Benchmarks
 
 Made by `make bench` on {around["made"][:10]}: {around["processor"]}, {around["cores"]} cores,
-load {around["load_before"]} before the run; Python {around["python"]}, torch {around["torch"]},
+load {around["load_before"]} before the run, {around["loop_s"]} s for a loop of ten million additions; Python {around["python"]}, torch {around["torch"]},
 transformers {around["transformers"]}, memplan {around["memplan"]}. {RUNS} runs each, MemTracker once; all values are in
 `benchmarks/latest.json`. "Best" is the run that other work on the machine disturbed least; for memory it is the largest.
 
@@ -207,6 +223,8 @@ transformers {around["transformers"]}, memplan {around["memplan"]}. {RUNS} runs 
   the study `memplan {" ".join(STUDY)}`.
 - The plans are `memplan {" ".join(PLAN_8B)}`
   and `memplan {" ".join(PLAN_405B)}` (one run).
+- Configurations are those of Llama-3.1-8B on 8 GPUs, with their traces made ({detail["rates"][0]["space"]:,} bounded;
+  {detail["rates"][0]["simulated"]} simulated, one of each placement, with gradients accumulated: `benchmarks/search_rate.py`).
 - The replay plays the {detail["replay_events"]:,} events of two steps of Llama-3.1-8B through the caching allocator.
 - MemTracker is `torch.distributed._tools.mem_tracker.MemTracker` under `FakeTensorMode` on a fake CPU, around forward,
   backward and AdamW of the same Llama-3.1-8B (bf16, 1 x 2048): {theirs:.1f} CPU seconds. memplan builds the model, records
