@@ -208,8 +208,9 @@ def page(figures: Sequence[Figure], around: dict[str, Any], detail: dict[str, An
     return f"""# Benchmarks
 
 Made by `make bench` on {around["made"][:10]}: {around["processor"]}, {around["cores"]} cores,
-load {around["load_before"]} before the run, {around["loop_s"]} s for a loop of ten million additions; Python {around["python"]}, torch {around["torch"]},
-transformers {around["transformers"]}, memplan {around["memplan"]}. {RUNS} runs each, MemTracker once; all values are in
+load {around["load_before"]} before the run, {around["loop_s"]} s for a loop of ten million additions;
+Python {around["python"]}, torch {around["torch"]}, transformers {around["transformers"]},
+memplan {around["memplan"]}. {RUNS} runs each, MemTracker once; all values are in
 `benchmarks/latest.json`. "Best" is the run that other work on the machine disturbed least; for memory it is the largest.
 
 {table}
