@@ -98,6 +98,7 @@ class FakeModel:
             _no_garbage_collection(),
             _transformers_sees_real_masks(),
             casts_in_place(),
+            _keeps_its_types(self._built.module, self._fake_mode),
             cuda.as_cuda(options.target == "cuda", options.sdpa) as choices,
         ):
             return _record(self.spec, options, self._fake_mode, self._built, choices, with_graph)
@@ -185,6 +186,22 @@ def _no_garbage_collection() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+@contextlib.contextmanager
+def _keeps_its_types(module: torch.nn.Module, fake_mode: FakeTensorMode) -> Iterator[None]:
+    """Parameters that a step converts for good, as bitsandbytes does with biases, are again what they were when it is over.
+
+    So every recording of a model is that of its first step, whatever was recorded before.
+    """
+    before = [(param, param.dtype, param.data) for param in module.parameters()]
+    try:
+        yield
+    finally:
+        with fake_mode:
+            for param, dtype, data in before:
+                if param.dtype != dtype:
+                    param.data = data
 
 
 @contextlib.contextmanager

@@ -82,6 +82,19 @@ def test_a_model_with_biases_under_autocast_has_a_family(model):
     assert any(source._families.values())
 
 
+@pytest.mark.parametrize("method", ["lora", "qlora"])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_model_with_biases_and_adapters_has_a_family(method, recompute):
+    """A layer in 4 bits converts its bias for good when it first runs: no recording may see what another one left."""
+    source = TraceSource()
+    asked = request(
+        "Qwen/Qwen2.5-0.5B", (2, 64), overrides=TWO_LAYERS, method=method, recompute=recompute, precision="bf16-autocast"
+    )
+    assert_same(source, asked)
+    assert_same(source, asked.but(micro_batch_size=5, seq_len=160))
+    assert any(source._families.values())
+
+
 def test_one_family_serves_every_point_of_its_domain(monkeypatch):
     source = TraceSource()
     asked = request("openai-community/gpt2", (2, 64), overrides={"n_layer": "2"})
