@@ -10,7 +10,7 @@ library's own modules.  Under a fake mode the packed weights are made by hand, s
     code            16 fp32, of each layer
 
 (bitsandbytes 0.50.2, functional.py, quantize_4bit).  The statistics are registered as buffers: like them, they move with the
-model.
+model.  For bitsandbytes they are none: what sends a model's buffers to other ranks does not see them (`is_statistic`).
 """
 
 from __future__ import annotations
@@ -27,6 +27,14 @@ if TYPE_CHECKING:
 BLOCK = 64  # weights that share a scale
 NESTED_BLOCK = 256  # scales that share one, with double quantisation
 _CODE, _NESTED_CODE = 16, 256  # entries of the tables
+_STATISTICS = (
+    "weight_absmax", "weight_code", "weight_offset", "weight_nested_absmax", "weight_nested_code", "weight_scales",
+)  # fmt: skip
+
+
+def is_statistic(fqn: str) -> bool:
+    """Whether a buffer of that path is bitsandbytes' own: scales and tables of packed weights, also in 8 bits."""
+    return fqn.rpartition(".")[2] in _STATISTICS
 
 
 def quantise(

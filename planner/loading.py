@@ -10,6 +10,8 @@ the GPU in the dtype of the model, beside everything packed before it:
 
 `prepare_model_for_kbit_training` then turns what stayed in 16 bits into fp32, one parameter after the other: old and new are
 both there for a moment.  A checkpoint that was quantised before has no such moment.
+DeepSpeed in 16 bits then casts all of it back, one parameter after the other, and the adapters, which peft has made in fp32;
+at stage 3 too a quantised model is whole on every GPU by then.
 Under FSDP the first process loads on its CPU and the others on `meta` (accelerate's cpu_ram_efficient_loading), so the GPU sees
 nothing of it.  A model that is not quantised is made on the host first and moved by `.to(device)`, so it is the host that must
 have room.
@@ -34,6 +36,7 @@ _FP32, _FP16 = 4, 2
 _BITS = {"nf4": 4, "nf4-dq": 4, "fp4": 4, "fp4-dq": 4, "int8": 8}
 _WRAPPERS = ((".base_layer.", "."), (".original_module.", "."))  # what peft puts into the path of a module
 _HOST_FIRST = ("single", "release", "ddp")  # strategies before which the model is whole on the host of each process
+_DEEPSPEED = ("zero0", "zero1", "zero2", "zero3")
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,7 @@ class LoadingPeak:
 def loading_peak(request: Request, trace: StepTrace, *, block_bytes: int = _GPU_BLOCK) -> LoadingPeak | None:
     """The moment of loading when the GPU holds most, in blocks of `block_bytes`; None where nothing is quantised on the way."""
     settings = request.adapter_settings
-    if settings is None or settings.base_quant not in _BITS or request.strategy not in _HOST_FIRST:
+    if settings is None or settings.base_quant not in _BITS or request.strategy not in _HOST_FIRST + _DEEPSPEED:
         return None
 
     def size(parts: tuple[int, ...]) -> int:
@@ -110,9 +113,21 @@ def steps(request: Request, trace: StepTrace) -> Iterator[Step]:
     yield Step("", "buffers", (), tuple(size for sizes in beside.values() for size in sizes))
     if settings.upcasts:
         for slot in base:
-            if slot in plain and slot.nbytes > slot.numel * narrow:
-                old = slot.numel * narrow
-                yield Step(slot.fqn, "its fp32 form beside the 16-bit one", (slot.nbytes,), (slot.nbytes,), gone=(old,))
+            if slot in plain and narrow < _FP32:
+                old, wide = slot.numel * narrow, slot.numel * _FP32
+                yield Step(slot.fqn, "its fp32 form beside the 16-bit one", (wide,), (wide,), gone=(old,))
+    if request.strategy in _DEEPSPEED and narrow < _FP32:
+        wide_adapters = [slot for slot in trace.params if slot.requires_grad and settings.adapter_dtype is None]
+        yield from _cast_back(wide_adapters, plain if settings.upcasts else [], narrow)
+
+
+def _cast_back(adapters: list[TensorSlot], widened: list[TensorSlot], narrow: int) -> Iterator[Step]:
+    """DeepSpeed's cast of what is in fp32 (0.19.8, runtime/engine.py, `_cast_module_mixed_precision`)."""
+    for slot in adapters:
+        yield Step(slot.fqn, "an adapter in fp32", (slot.numel * _FP32,), (slot.numel * _FP32,))
+    for slot in (*widened, *adapters):
+        wide, new = slot.numel * _FP32, slot.numel * narrow
+        yield Step(slot.fqn, "its 16-bit form beside the fp32 one", (new,), (new,), gone=(wide,))
 
 
 def _in_4_bits(slot: TensorSlot, statistics: list[int], narrow: int) -> Step:

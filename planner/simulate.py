@@ -233,6 +233,11 @@ class Simulation:
         """A block that is made and dropped at once."""
         self.free(self.alloc(Component.TEMP, nbytes, what=what))
 
+    def leave_to_graph(self, block: Block) -> None:
+        """Nobody but the graph of this micro step's loss holds `block` from here: it goes with it, when the next loss is
+        bound."""
+        self._leftover.append(block)
+
     # -- the run ---------------------------------------------------------------------------------------------------------
 
     def run(self) -> Ledger:

@@ -209,6 +209,9 @@ def engine_case(request: Request, trace: StepTrace, folder: Path) -> EngineCase:
     spec, settings = request.model, settings_of(request)
     if spec.config is None:
         raise CannotTell(f"{spec.name}: DeepSpeed is validated with transformers' models only")
+    adapter = request.adapter_settings
+    if adapter is not None and adapter.base_quant == "gptq":
+        raise CannotTell("--base-quant gptq: its kernels run on a GPU only, and are not run here")
     if request.loop.clip_grad_norm or request.reentrant or request.loss != "model":
         raise CannotTell("--clip-grad-norm, --reentrant and --loss are not part of what is run under DeepSpeed. Leave them out")
     stage = int(request.strategy[-1])

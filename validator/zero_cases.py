@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+from ..models.adapters import AdapterSettings
 from ..planner.strategies.deepspeed_settings import DeepSpeedSettings, LeafModules, OffloadOptimizer, OffloadParam
 
 BATCH, SEQ = 2, 16
@@ -72,6 +73,8 @@ class ZeroCase:
     grad_accum_steps: int = 1
     frozen: tuple[str, ...] = ()
     recompute: str = "none"
+    reentrant: bool = False
+    adapter: AdapterSettings | None = None  # as a training script makes it, before the engine casts
     iterations: int = 2
     own_adam: bool = False  # DeepSpeed's FusedAdam or DeepSpeedCPUAdam; else torch's AdamW, tensor by tensor
     quick: bool = False  # part of the subset that runs in a minute
@@ -82,6 +85,8 @@ class ZeroCase:
         said += [f"{self.grad_accum_steps}-micro-steps"] if self.grad_accum_steps > 1 else []
         said += ["frozen"] if self.frozen else []
         said += [f"recompute-{self.recompute}"] if self.recompute != "none" else []
+        said += ["reentrant"] if self.reentrant else []
+        said += _words(self.adapter) if self.adapter is not None else []
         said += ["own-adam"] if self.own_adam else []
         for key, value in _changed(self.settings).items():
             key = key.removeprefix("stage3_").replace("_", "-")
@@ -128,6 +133,12 @@ class ZeroCase:
         return {**found, **({"aio": aio} if aio else {})}
 
 
+def _words(adapter: AdapterSettings) -> list[str]:
+    packed = [adapter.base_quant] if adapter.base_quant != "none" else []
+    stored = [f"in-{adapter.quant_storage}"] if adapter.quant_storage else []
+    return [adapter.kind, *packed, *stored, *(["not-upcast"] if packed and adapter.upcast is False else [])]
+
+
 def _is_part(value: Any) -> bool:
     return isinstance(value, (OffloadOptimizer, OffloadParam))
 
@@ -154,6 +165,11 @@ _TIGHT = _knobs(100, 20_000, 0, 3_000)
 _TORCH_ADAM = {"zero_force_ds_cpu_optimizer": False}
 _BF16_MASTERS = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
 _FP32 = "float32"
+
+
+def _on(base_quant: str, **rest: Any) -> AdapterSettings:
+    """LoRA on a quantised base, as it is when the engine gets it but for the dtype of the adapters."""
+    return AdapterSettings(base_quant=base_quant, rank=4, upcast=False, autocast=False, **rest)
 
 
 def _auto(width: int) -> dict[str, int]:
@@ -311,6 +327,24 @@ CASES: tuple[ZeroCase, ...] = (
     _case(3, "mixtral", 5_000, frozen=("model.layers.0",), **_TIGHT),
     _case(3, "t5", 5_000, frozen=("encoder.block.0", "decoder.block.1"), **_TIGHT),
     _case(3, "opt", 5_000, memory_efficient_linear=False, frozen=("model.decoder.layers.0",), **_TIGHT),
+    # -- frozen weights in 4 or 8 bits ---------------------------------------------------------------------------------------
+    _case(0, "llama", adapter=_on("nf4"), own_adam=True, grad_accum_steps=2),
+    _case(1, "llama", 5_000, adapter=_on("int8"), precision="fp16", world_size=3, rank=1, grad_accum_steps=2),
+    _case(2, "llama", 5_000, adapter=_on("nf4-dq"), rank=1, quick=True),
+    _case(2, "gpt2", 3_000, adapter=_on("nf4", targets=("all-linear",)), precision="fp32", world_size=3, rank=2),
+    _case(2, "llama", 5_000, adapter=_on("fp4", quant_storage="bfloat16"), recompute="full", own_adam=True,
+          offload_optimizer=OffloadOptimizer()),
+    _case(2, "opt", 5_000, adapter=_on("gptq"), precision="fp16", optimizer_groups="decay", grad_accum_dtype=_FP32),
+    _case(3, "llama", 5_000, adapter=_on("nf4-dq"), **_TIGHT, quick=True),
+    _case(3, "llama", 5_000, adapter=_on("nf4-dq"), recompute="full", iterations=3, **_TIGHT),
+    _case(3, "llama", adapter=_on("fp4", targets=("all-linear",)), precision="fp32", grad_accum_steps=2, rank=1),
+    _case(3, "llama", 5_000, adapter=_on("nf4", quant_storage="float16"), precision="fp16", **_TIGHT),
+    _case(3, "gpt2", 5_000, adapter=_on("nf4"), zero_hpz_partition_size=2, world_size=4, rank=1, **_TIGHT),
+    _case(3, "llama", 5_000, adapter=_on("nf4"), stage3_allgather_sequential=True, world_size=3),
+    _case(3, "llama", 5_000, adapter=_on("nf4"), offload_optimizer=OffloadOptimizer(), offload_param=OffloadParam(),
+          own_adam=True, **_knobs(0, 20_000, 0, 3_000)),
+    _case(3, "mixtral", 5_000, adapter=_on("nf4", targets=("q_proj", "v_proj")), **_TIGHT),
+    _case(3, "opt", 5_000, adapter=_on("gptq"), precision="fp16", **_TIGHT),
     # -- fp16 masters ----------------------------------------------------------------------------------------------------
     _case(2, "llama", 5_000, precision="fp16", fp16_master_weights_and_grads=True, offload_optimizer=OffloadOptimizer(),
           own_adam=True, rank=1),

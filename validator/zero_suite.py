@@ -10,8 +10,9 @@ import os
 import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -20,7 +21,7 @@ from ..planner.ledger import Component, Ledger, Tier
 from ..planner.loop import LoopFacts
 from ..planner.optimizers.traced import traced_rule
 from ..planner.simulate import simulate
-from ..planner.strategies.deepspeed_engine import strategy_of
+from ..planner.strategies.deepspeed_engine import cast, strategy_of
 from ..planner.trace.options import TraceOptions
 from ..planner.trace.steptrace import Phase, StepTrace
 from ..planner.trace.tracer import trace_step
@@ -108,11 +109,11 @@ def run(cases: Sequence[ZeroCase], progress: Callable[[str], None] = lambda _: N
         folder = Path(name)
         write_models(folder)
         measured = workers.map(lambda some: run_cases([engine_case(case, folder) for case in some]), batches)
-        traces: dict[tuple[str, str, tuple[str, ...], str], StepTrace] = {}
+        traces: dict[tuple[Any, ...], StepTrace] = {}
         for some, all_marks in zip(batches, measured, strict=True):
             for case, marks in zip(some, all_marks, strict=True):
                 progress(f"{case.name}: judged")
-                key = (case.model, case.precision, case.frozen, case.recompute)
+                key = (case.model, case.precision, case.frozen, case.recompute, case.reentrant, case.adapter)
                 if key not in traces:
                     traces[key] = trace_of(case, folder)
                 rows += compare(case.name, predicted_marks(ledger_of(case, traces[key])), marks)
@@ -130,17 +131,19 @@ def engine_case(case: ZeroCase, folder: Path) -> EngineCase:
     return EngineCase(
         reference=str(folder / case.model), config=case.config(), precision=case.precision, batch_size=BATCH, seq_len=SEQ,
         frozen=case.frozen, world_size=case.world_size, rank=case.rank, grad_accum_steps=case.grad_accum_steps,
-        groups=case.settings.optimizer_groups, iterations=case.iterations, recompute=case.recompute,
+        groups=case.settings.optimizer_groups, iterations=case.iterations, recompute=case.recompute, reentrant=case.reentrant,
         optimizer="config" if case.settings.muon else "deepspeed" if case.own_adam else "adamw",
-        zero_init=case.settings.zero_init,
+        zero_init=case.settings.zero_init, adapter=None if case.adapter is None else asdict(case.adapter),
     )  # fmt: skip
 
 
 def trace_of(case: ZeroCase, folder: Path) -> StepTrace:
     precision = case.precision if case.precision == "fp32" else f"{case.precision}-mixed"
+    adapter = cast(case.adapter) if case.adapter is not None and case.precision != "fp32" else case.adapter
     options = TraceOptions(
-        batch_size=BATCH, seq_len=SEQ, precision=precision, target="cpu", frozen=case.frozen, recompute=case.recompute
-    )
+        batch_size=BATCH, seq_len=SEQ, precision=precision, target="cpu", frozen=case.frozen, recompute=case.recompute,
+        reentrant=case.reentrant, adapter=adapter,
+    )  # fmt: skip
     return trace_step(load(str(folder / case.model)), options, with_graph=False)
 
 

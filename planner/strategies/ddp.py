@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ...errors import CannotTell
+from ...models.quantised import is_statistic
 from ..clipping import clip_grad_norm_events
 from ..ledger import Component
 from ..optimizers.rule import OptimizerTensor, StepEvents
@@ -107,7 +108,7 @@ class DistributedDataParallel(Strategy):
             raise CannotTell(
                 "--strategy ddp: the step never calls the whole model, so DDP would average nothing. Use another loss"
             )
-        self._broadcast(sim, [*sim.trace.params, *sim.trace.buffers])
+        self._broadcast(sim, [*sim.trace.params, *self._buffers(sim)])
         for part in _by_dtype(self._trained(sim)):
             self._make_bucket(sim, part)
         sim.run_optimizer(self._rule(sim).init, self._names(sim))
@@ -121,7 +122,7 @@ class DistributedDataParallel(Strategy):
         if self._ready and not self._rebuilt:
             self._rebuild(sim)
         if self._buffers_are_due and self.settings.broadcast_buffers:
-            self._broadcast(sim, sim.trace.buffers)
+            self._broadcast(sim, self._buffers(sim))
         self._buffers_are_due = self._averages
 
     def grad_ready(self, sim: Simulation, param: TensorSlot, block: Block | None) -> None:
@@ -202,6 +203,10 @@ class DistributedDataParallel(Strategy):
         bucket.owners.discard(owner)
         if not bucket.owners:
             sim.free(bucket.block)
+
+    def _buffers(self, sim: Simulation) -> list[TensorSlot]:
+        """What DDP knows as the module's buffers."""
+        return [slot for slot in sim.trace.buffers if not is_statistic(slot.fqn)]
 
     def _broadcast(self, sim: Simulation, slots: Iterable[TensorSlot]) -> None:
         """`broadcast_coalesced`: flat copies of up to 250 MiB, two on their way at once; one tensor alone is not copied."""

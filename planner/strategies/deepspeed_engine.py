@@ -11,10 +11,12 @@ from .deepspeed_settings import DeepSpeedSettings, OffloadDevice, OffloadOptimiz
 from .zero_host import master_dtype
 
 if TYPE_CHECKING:
+    from ...models.adapters import AdapterSettings
     from ..request import Request
     from ..trace.steptrace import StepTrace
     from .base import Strategy
 
+FOUR_BITS = ("nf4", "nf4-dq", "fp4", "fp4-dq")
 _PARTITIONS_PARAMS = 3  # the stage
 _PRECISIONS = ("fp32", "bf16-mixed", "fp16-mixed")
 
@@ -76,11 +78,40 @@ def _check_base(request: Request, stage: int) -> None:
     adapter = request.adapter_settings
     if adapter is None or adapter.base_quant == "none":
         return
-    if stage == _PARTITIONS_PARAMS or adapter.base_quant == "gptq":
-        raise CannotTell(
-            f"--base-quant {adapter.base_quant} with --strategy {request.strategy}: a quantised base that DeepSpeed "
-            "partitions, or that GPTQ made, is not modelled. Use --strategy zero2 with nf4, or --strategy fsdp1"
+    what = f"--base-quant {adapter.base_quant} with --strategy {request.strategy}"
+    if adapter.base_quant == "gptq" and request.precision != "fp16-mixed":
+        raise UserError(
+            f"{what} and --precision {request.precision}: GPTQ's products are of fp16, and DeepSpeed runs no autocast",
+            "Use --precision fp16-mixed, or --base-quant nf4",
         )
+    if adapter.packed_as_parameters:
+        raise CannotTell(f"{what}: packed weights that are parameters are modelled for FSDP only. Leave that out")
+    dtype, stored = MIXED.get(request.precision), adapter.quant_storage or "uint8"
+    if dtype is not None and adapter.base_quant in FOUR_BITS and stored not in ("uint8", dtype):
+        raise UserError(
+            f"{what} and bnb_4bit_quant_storage {stored}: DeepSpeed casts what lies in {stored} to {dtype}, packed weights "
+            "too, which destroys them",
+            f"Set bnb_4bit_quant_storage to uint8 or {dtype}",
+        )
+    if stage == _PARTITIONS_PARAMS:
+        _check_partitioned_base(what, adapter.base_quant, settings_of(request))
+
+
+def _check_partitioned_base(what: str, quant: str, settings: DeepSpeedSettings) -> None:
+    """Stage 3."""
+    if quant == "int8":
+        raise UserError(
+            f"{what}: bitsandbytes keeps the whole 8-bit weights on every GPU beside the partitions that DeepSpeed makes of "
+            "them, so nothing is saved",
+            "Use --strategy zero2, or --base-quant nf4",
+        )
+    if settings.stage3_use_all_reduce_for_fetch_params and quant in FOUR_BITS:
+        raise CannotTell(
+            f"{what} and zero_optimization.stage3_use_all_reduce_for_fetch_params is not modelled: DeepSpeed puts parameters "
+            "of one dtype into its buffer. Leave it out"
+        )
+    if settings.offload_param is not None and settings.offload_param.device == "nvme":
+        raise CannotTell(f"{what} and zero_optimization.offload_param.device nvme is not modelled. Use device cpu")
 
 
 def _check_offload(stage: int, settings: DeepSpeedSettings) -> None:
@@ -172,12 +203,19 @@ def _check_fp16_masters(stage: int, settings: DeepSpeedSettings, dtype: str) -> 
 
 
 def traced_as(request: Request) -> Request:
-    """In 16 bits the engine casts the whole module, adapters and what `prepare_model_for_kbit_training` widened with it."""
+    """The question whose trace is walked where an adapter trains: see `cast`."""
     adapter = request.adapter_settings
     if adapter is None or request.precision not in MIXED:
         return request
+    return request.but(adapter=cast(adapter))
+
+
+def cast(adapter: AdapterSettings) -> AdapterSettings:
+    """What is left of an adapter once the engine has cast the module to 16 bits: adapters, and what
+    `prepare_model_for_kbit_training` widened, but no packed weights and no buffers (deepspeed 0.19.8, runtime/engine.py,
+    `_cast_module_mixed_precision`)."""
     upcast = adapter.upcast if adapter.base_quant == "none" else False
-    return request.but(adapter=replace(adapter, adapter_dtype="base", autocast=False, upcast=upcast))
+    return replace(adapter, adapter_dtype="base", autocast=False, upcast=upcast)
 
 
 def make(request: Request, trace: StepTrace) -> Strategy:
@@ -216,7 +254,15 @@ def settings_of(request: Request) -> DeepSpeedSettings:
     if param is None and (device := _device_of("param", request.offload)):
         param = OffloadParam(device=device)
     muon = (settings.muon or "gram") if request.optimizer == "muon" else None
-    return replace(settings, offload_optimizer=optimizer, offload_param=param, muon=muon)
+    zero_init = settings.zero_init and not is_quantised(request)
+    return replace(settings, offload_optimizer=optimizer, offload_param=param, muon=muon, zero_init=zero_init)
+
+
+def is_quantised(request: Request) -> bool:
+    """Whether the base is loaded quantised: transformers then makes the model without `deepspeed.zero.Init`, whole on every
+    GPU, and the engine partitions it (5.24, modeling_utils.py, `get_init_context`)."""
+    adapter = request.adapter_settings
+    return adapter is not None and adapter.base_quant != "none"
 
 
 def _device_of(part: str, offload: tuple[str, ...]) -> OffloadDevice | None:
@@ -276,6 +322,10 @@ def said(request: Request) -> list[str]:
     found = [f"DeepSpeed 0.19 ZeRO-{request.strategy[-1]} with {knobs}, {' and '.join(parts) or 'no offload'}, {steps}"]
     if settings.zero_init and request.deepspeed is None:
         found.append("the model is made under deepspeed.zero.Init, as transformers' Trainer does")
+    if is_quantised(request) and request.strategy == "zero3":
+        found.append("a quantised model is loaded whole on every GPU, and partitioned then (no deepspeed.zero.Init)")
+    if request.reentrant and request.recompute != "none" and request.strategy == "zero3":
+        found.append("at stage 3 a reentrant recompute is answered as one that is not: the peak is an upper bound")
     optimizer = settings.offload_optimizer
     if optimizer is not None and optimizer.device == "nvme" and int(request.strategy[-1]) < _PARTITIONS_PARAMS:
         found.append("below stage 3 DeepSpeed keeps in host memory what it is asked to put on NVMe")

@@ -12,7 +12,8 @@ the last of them has been waited for.  With `stage3_allgather_sequential` each h
 
 What autograd saves of a parameter decides whether a release frees it: the parameter itself is emptied with its storage; a view
 of it (grouped matrix products of experts, a slice, a transposed weight) holds the gathered storage from forward until the
-backward of that op has run, beside the one that is gathered for the backward.
+backward of that op has run, beside the one that is gathered for the backward.  What an autograd node holds as an attribute of
+its own (bitsandbytes' packed weights) goes with the graph, after the backward.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class _Whole:
 class _Handle:
     """`AllGatherCoalescedHandle`: a gather of several parameters; `params` have not been waited for by their own modules."""
 
-    flat: Block | None
+    flat: list[Block]  # one for each dtype
     params: set[int]
     copies: bool = True  # what is waited for gets a copy of its own
     complete: bool = False
@@ -83,6 +84,7 @@ class _Param:
     available: bool = False
     active: set[int] = field(default_factory=set)  # modules that use it now
     is_viewed: bool = False  # a view that autograd has saved holds `whole`
+    in_graph: bool = False  # an attribute of an autograd node holds `whole`
 
     @property
     def is_partitioned(self) -> bool:
@@ -94,7 +96,7 @@ class ParamCoordinator:
 
     `own[m]` are the indices of the parameters that module m fetches; `deep[m]` those with all that is inside of it, where it
     differs (`deep` is looked at when a module of `leaves` is released).  `views` are the (module, parameter) where autograd
-    saves a view.
+    saves a view, `in_graph` those where the graph holds the gathered parameter until it goes.
     """
 
     def __init__(
@@ -108,6 +110,7 @@ class ParamCoordinator:
         deep: Sequence[Sequence[int]] | None = None,
         leaves: frozenset[int] = frozenset(),
         views: frozenset[tuple[int, int]] = frozenset(),
+        in_graph: frozenset[tuple[int, int]] = frozenset(),
     ) -> None:
         self._params = [_Param(index, slot) for index, slot in enumerate(params)]
         self._index = {slot.fqn: index for index, slot in enumerate(params)}
@@ -116,6 +119,7 @@ class ParamCoordinator:
         self._deep = own if deep is None else deep
         self._leaves = leaves
         self._views = views
+        self._in_graph = in_graph
         self._world_size = world_size
         self._knobs = knobs
         self._mode = "invalid"  # invalid | record | complete, as ZeRoTraceMode
@@ -126,6 +130,7 @@ class ParamCoordinator:
         self._live = 0  # elements, as far as DeepSpeed counts them
         self.num_elements = sum(slot.numel for slot in params)
         self.most_live = 0  # elements that were whole at once, at most
+        self._left_to_graph: set[int] = set()  # parameters that the graph has held after their release
         self.most_viewed = 0  # elements that saved views kept whole after their release, at most
         self._backward: dict[int, None] = {}  # modules whose backward runs, oldest first
         self._saved: dict[int, list[_Whole]] = {}  # by module: gathered weights that a checkpoint holds
@@ -136,6 +141,11 @@ class ParamCoordinator:
             if param.slot.numel + total <= knobs.model_persistence and param.slot.numel <= knobs.persistence:
                 param.persist = True
                 total += param.slot.numel
+
+    @property
+    def bytes_in_graph(self) -> int:
+        """Of gathered parameters that stayed whole after their release, as the graph held them."""
+        return sum(self._params[index].slot.nbytes for index in self._left_to_graph)
 
     # -- the module hooks ----------------------------------------------------------------------------------------------------
 
@@ -176,6 +186,11 @@ class ParamCoordinator:
     def release(self, sim: Simulation, module: int, *, forward: bool, saves: bool = False) -> None:
         """`release_sub_module`.  `saves`: autograd has saved what the module's backward needs."""
         self._release(sim, module, forward=forward, saved_by=None, saves=saves)
+
+    def leave_in_graph(self, module: int) -> None:
+        """The forward of a module has run whose graph holds what it was given, also where a checkpoint drops what is saved."""
+        for index in self._own[module]:
+            self._params[index].in_graph |= (module, index) in self._in_graph
 
     def release_recomputed(self, sim: Simulation, module: int) -> None:
         """The same after a recompute: the checkpoint has saved detached views of the weights, which hold their storages until
@@ -316,8 +331,9 @@ class ParamCoordinator:
         self._live += sum(p.slot.numel for p in chosen)
         self.most_live = max(self.most_live, self._live)
         sums = self._knobs.all_reduce and len(chosen) > 1 and chosen[0].secondary is None and not self._knobs.sequential
-        sim.enqueue("all_reduce" if sums else "all_gather", elements * ITEMSIZE[chosen[0].slot.dtype], self._stream)
-        handle = _Handle(None, {p.index for p in chosen}, copies=not (sums or self._knobs.sequential))
+        nbytes = sum(self._padded(p) * ITEMSIZE[p.slot.dtype] for p in chosen)
+        sim.enqueue("all_reduce" if sums else "all_gather", nbytes, self._stream)
+        handle = _Handle([], {p.index for p in chosen}, copies=not (sums or self._knobs.sequential))
         if self._knobs.sequential or len(chosen) == 1:
             for param in chosen:
                 param.whole = self._own_buffer(sim, param, self._padded(param), self._stream)
@@ -331,7 +347,7 @@ class ParamCoordinator:
             for param in chosen:
                 param.whole = whole
         else:
-            handle.flat = self._buffer(sim, chosen[0], elements, self._stream)
+            handle.flat = self._flat_buffers(sim, chosen)
             for block in self._from_host(sim, chosen, self._stream):
                 sim.free(block)
         for param in chosen:
@@ -351,12 +367,21 @@ class ParamCoordinator:
         param.available = True
         param.handle = None
         handle.params.discard(param.index)
-        if not handle.params and handle.flat is not None:
+        if not handle.params:
             if spent is None:
-                sim.free(handle.flat)
+                for block in handle.flat:
+                    sim.free(block)
             else:
-                spent.append(handle.flat)
-            handle.flat = None
+                spent += handle.flat
+            handle.flat = []
+
+    def _flat_buffers(self, sim: Simulation, params: Sequence[_Param]) -> list[Block]:
+        """`_all_gather_dtype`: one flat tensor for each dtype among them."""
+        parts: dict[str, list[_Param]] = {}
+        for param in params:
+            parts.setdefault(param.slot.dtype, []).append(param)
+        buffers = [self._buffer(sim, part[0], sum(map(self._padded, part)), self._stream) for part in parts.values()]
+        return [block for block in buffers if block is not None]
 
     def _prefetch(self, sim: Simulation, own: list[_Param]) -> None:
         behind = {p.index for p in own if self._fetched_for.get(p.index, _NEVER) < self._step}
@@ -383,16 +408,19 @@ class ParamCoordinator:
     def _release_param(self, sim: Simulation, param: _Param, saved_by: int | None = None) -> None:
         if param.available and not param.active:
             self._partition_secondary(sim, param)
-            if param.whole is not None and param.is_viewed:
+            if param.whole is not None and param.in_graph:
+                sim.leave_to_graph(param.whole.block)
+                self._left_to_graph.add(param.index)
+            elif param.whole is not None and param.is_viewed:
                 self._viewed.setdefault(param.index, []).append(param.whole)
                 held = sum(self._params[index].slot.numel for index, blocks in self._viewed.items() if blocks)
                 self.most_viewed = max(self.most_viewed, held)
-            elif param.whole is not None and saved_by is not None:
+            elif param.whole is not None and saved_by is not None and (saved_by, param.index) not in self._in_graph:
                 self._saved.setdefault(saved_by, []).append(param.whole)
             elif param.whole is not None:
                 param.whole.drop(sim)
             param.whole = None
-            param.available = param.is_viewed = False
+            param.available = param.is_viewed = param.in_graph = False
             self._live -= param.slot.numel
 
     def _to_release(self, module: int) -> frozenset[int]:

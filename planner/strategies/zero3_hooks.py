@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from ..trace.steptrace import EventKind, Pass, StepTrace, TensorInfo, TensorSlot
 from .deepspeed_settings import LeafModules
 
+_PRODUCT_4_BIT = "bitsandbytes.gemm_4bit"
 _LINEAR = frozenset({"aten.mm", "aten.addmm", "aten.linear"})  # what `torch.nn.functional.linear` runs
 
 
@@ -186,6 +187,36 @@ def saved_as_views(
                         module = int(trace.call_module[trace.op_call[op]])
                         viewed.add((leaf_of.get(module, module), index))
     return frozenset((module, index) for module, index in viewed if index in read_again)
+
+
+def is_packed(trace: StepTrace, param: TensorSlot) -> bool:
+    """Whether bitsandbytes' 4-bit weights lie in `param`, which is of another dtype than the model then."""
+    return trace.modules[param.module].class_name == "Linear4bit" and param.shape[1:] == (1,)
+
+
+def kept_by_products(trace: StepTrace) -> tuple[frozenset[tuple[int, int]], frozenset[tuple[int, int]]]:
+    """The (module, parameter) of 4-bit weights that a product needs again in backward: those that the graph of the loss
+    holds, and those that the graph of a reentrant recompute does.
+
+    bitsandbytes keeps a view of the packed weight as an attribute of its autograd node (0.50.2, autograd/_functions.py,
+    `MatMul4Bit.forward`, `ctx.tensors`), not among the tensors that autograd saves: it goes with the graph, and a checkpoint
+    that is not reentrant does not drop it.
+    """
+    index_of = {p.storage: index for index, p in enumerate(trace.params)}
+    starts, inputs = trace.op_input_start.tolist(), trace.op_inputs.tolist()
+    packed: set[tuple[int, int]] = set()
+    read_again: set[int] = set()
+    for op, (signature, kind) in enumerate(zip(trace.op_signature.tolist(), trace.op_pass.tolist(), strict=True)):
+        used = [index_of[storage] for storage in inputs[starts[op] : starts[op + 1]] if storage in index_of]
+        if kind == Pass.BACKWARD:
+            read_again.update(used)
+        elif kind == Pass.FORWARD and trace.signatures[signature].op.startswith(_PRODUCT_4_BIT):
+            module = int(trace.call_module[trace.op_call[op]])
+            packed.update((module, index) for index in used if is_packed(trace, trace.params[index]))
+    kept = frozenset((module, index) for module, index in packed if index in read_again)
+    again = recomputed_modules(trace) if trace.options.get("reentrant") else frozenset()
+    inner = frozenset((module, index) for module, index in kept if module in again)
+    return kept - inner, inner
 
 
 def _is_view(seen: TensorInfo, param: TensorSlot) -> bool:

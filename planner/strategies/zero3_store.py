@@ -83,7 +83,7 @@ class Store:
 
     def partition(self, param: TensorSlot, whole: Block, *, persists: bool) -> Block:
         """The partition of one parameter; the whole one goes.  Where it lies at first."""
-        nbytes = self.part(param) * self._e
+        nbytes = self.part(param) * ITEMSIZE[param.dtype]
         if self._nvme_params is not None and self._nvme_params.takes(nbytes):
             self._nvme_params.write(param, self.part(param))
             part = self._sim.alloc(Component.PARAM, 0, param.fqn, "partition on NVMe", Tier.HOST_PINNED)

@@ -71,16 +71,6 @@ def test_an_option_of_adapters_without_an_adapter_method_is_refused():
         request_of("--lora-rank", "8")
 
 
-@pytest.mark.parametrize(("strategy", "quant"), [("zero3", "nf4"), ("zero2", "gptq")])
-def test_a_quantised_base_that_deepspeed_would_partition_is_not_answered(strategy, quant):
-    adapter = AdapterSettings(base_quant=quant)
-    request = make_request(
-        "openai-community/gpt2", "l4", method="lora", strategy=strategy, gpus=2, precision="bf16-mixed", adapter=adapter
-    )
-    with pytest.raises(CannotTell, match=f"--base-quant {quant} with --strategy {strategy}"):
-        request.check()
-
-
 TINY = {"n_layer": "2", "n_embd": "64", "n_head": "2", "vocab_size": "500"}
 
 

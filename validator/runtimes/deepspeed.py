@@ -49,6 +49,7 @@ class EngineCase:
     batch_size: int = 2
     seq_len: int = 16
     recompute: str = "none"
+    reentrant: bool = False
     frozen: tuple[str, ...] = ()
     adapter: Mapping[str, Any] | None = None  # fields of `AdapterSettings`
     world_size: int = 2
@@ -133,6 +134,7 @@ def run_here(case: EngineCase, *, meter: Meter | None = None) -> list[Mark]:
     import deepspeed
 
     from ...models import load
+    from ...models.gptq import standing_in
     from ...planner.trace.options import TraceOptions
     from ...planner.trace.prepare import ready
     from ..loop import _to_device
@@ -151,12 +153,14 @@ def run_here(case: EngineCase, *, meter: Meter | None = None) -> list[Mark]:
     spec = load(case.reference, task=case.task, overrides=dict(case.overrides))
     options = TraceOptions(
         batch_size=case.batch_size, seq_len=case.seq_len, precision=case.precision, recompute=case.recompute, target="cpu",
-        frozen=tuple(case.frozen), adapter=_adapter(case),
+        reentrant=case.reentrant, frozen=tuple(case.frozen), adapter=_adapter(case),
     )  # fmt: skip
+    _make_tables(options.adapter)
     registry = Registry()
     marks: list[Mark] = []
     with registry.watching():
-        with deepspeed.zero.Init(config_dict_or_path=config, enabled=case.zero_init, dtype=_dtype(case.precision)):
+        init = deepspeed.zero.Init(config_dict_or_path=config, enabled=case.zero_init, dtype=_dtype(case.precision))
+        with init, standing_in():  # for GPTQ's layers, of which the engine sees the buffers only
             built = ready(spec, options)
         module = built.module
         if not case.zero_init:
@@ -215,6 +219,15 @@ def _adapter(case: EngineCase) -> Any:
         return None
     given: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in case.adapter.items()}
     return AdapterSettings(**given)
+
+
+def _make_tables(adapter: Any) -> None:
+    """What bitsandbytes makes once for all layers of all models, with the first weight that it packs (`name2qmap`)."""
+    if adapter is not None and adapter.base_quant.endswith("-dq"):
+        import torch
+        from bitsandbytes.functional import quantize_4bit
+
+        quantize_4bit(torch.zeros(64, 64), compress_statistics=True)
 
 
 def _dtype(precision: str) -> Any:

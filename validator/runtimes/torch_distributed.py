@@ -278,7 +278,12 @@ def _wrap(module: Any, parallel: Parallel, place: Rank, mesh: Any) -> Any:
 def _ddp(module: Any, parallel: DistributedDataParallel, place: Rank) -> Any:
     import torch
 
+    from ...models.quantised import is_statistic
+
     settings = parallel.settings
+    torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
+        module, [name for name, _ in module.named_buffers() if is_statistic(name)]
+    )
     wrapped = torch.nn.parallel.DistributedDataParallel(
         module.to(place.device),
         device_ids=[place.local_rank] if place.device == "cuda" else None,
