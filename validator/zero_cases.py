@@ -334,6 +334,7 @@ CASES: tuple[ZeroCase, ...] = (
     _case(2, "gpt2", 3_000, adapter=_on("nf4", targets=("all-linear",)), precision="fp32", world_size=3, rank=2),
     _case(2, "llama", 5_000, adapter=_on("fp4", quant_storage="bfloat16"), recompute="full", own_adam=True,
           offload_optimizer=OffloadOptimizer()),
+    _case(2, "llama", 5_000, adapter=_on("nf4-dq"), recompute="full", reentrant=True, world_size=3, rank=1),
     _case(2, "opt", 5_000, adapter=_on("gptq"), precision="fp16", optimizer_groups="decay", grad_accum_dtype=_FP32),
     _case(3, "llama", 5_000, adapter=_on("nf4-dq"), **_TIGHT, quick=True),
     _case(3, "llama", 5_000, adapter=_on("nf4-dq"), recompute="full", iterations=3, **_TIGHT),

@@ -95,6 +95,11 @@ def _check_base(request: Request, stage: int) -> None:
         )
     if stage == _PARTITIONS_PARAMS:
         _check_partitioned_base(what, adapter.base_quant, settings_of(request))
+        if request.reentrant and request.recompute != "none" and adapter.base_quant in FOUR_BITS:
+            raise CannotTell(
+                f"{what} and --reentrant: how long a reentrant checkpoint holds gathered 4-bit weights is not modelled. "
+                "Use --strategy zero2, or leave --reentrant out"
+            )
 
 
 def _check_partitioned_base(what: str, quant: str, settings: DeepSpeedSettings) -> None:

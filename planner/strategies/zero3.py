@@ -22,8 +22,8 @@ R elements of the bucket:
 
 Known limits: with frozen weights and recompute DeepSpeed ties what the recompute gathers to the module whose backward has begun
 last, which is not followed: of a small model the first backward was off by 5 %, later ones by 1 %.  A reentrant recompute is
-taken for one that is not: of a small 4-bit model the peak of backward was predicted 5 to 8 % too high, of other small models 6
-to 41 %.  A module's biases are taken as saved by its recompute, also where its op does not save them (GPT-2's Conv1D).
+taken for one that is not: of small models the peak of backward was predicted 6 to 41 % too high.  A module's biases are taken
+as saved by its recompute, also where its op does not save them (GPT-2's Conv1D).
 
 Muon is in `zero3_muon`.
 
@@ -143,7 +143,6 @@ class Zero3(Strategy):
         self._recomputes = recomputed_modules(trace)
         if settings.memory_efficient_linear:
             self._kept_inputs = kept_inputs(trace)
-        in_graph, views = kept_by_products(trace)
         direct, deep = self._use.params, with_children(trace, self._use.params)
         self._coordinator = ParamCoordinator(
             trace.params,
@@ -164,8 +163,8 @@ class Zero3(Strategy):
             direct=direct,
             deep=deep,
             leaves=leaves,
-            views=saved_as_views(trace, self._leaf_of, memory_efficient_linear=settings.memory_efficient_linear) | views,
-            in_graph=in_graph,
+            views=saved_as_views(trace, self._leaf_of, memory_efficient_linear=settings.memory_efficient_linear),
+            in_graph=kept_by_products(trace),
         )
         store.make(self._partition_all(sim, store, whole))
         if settings.contiguous_gradients:
@@ -407,8 +406,8 @@ class Zero3(Strategy):
         if (held := self._coordinator.bytes_in_graph) >= _WORTH_A_HINT:
             return [
                 f"ZeRO-3 cannot release {held / 1e9:,.2f} GB of 4-bit weights after forward: bitsandbytes keeps them in the "
-                "graph of the loss, and every GPU holds them whole from forward on. --strategy zero2 holds no more of them; "
-                "--recompute full with --reentrant frees them block by block"
+                "graph of the loss, and every GPU holds them whole from forward on. --strategy zero2 holds no more of them, "
+                "and fsdp2 keeps them in parts"
             ]
         total, most, viewed = (getattr(self._coordinator, name) for name in ("num_elements", "most_live", "most_viewed"))
         if viewed >= max(_WORTH_A_HINT, _MANY * total):

@@ -194,9 +194,8 @@ def is_packed(trace: StepTrace, param: TensorSlot) -> bool:
     return trace.modules[param.module].class_name == "Linear4bit" and param.shape[1:] == (1,)
 
 
-def kept_by_products(trace: StepTrace) -> tuple[frozenset[tuple[int, int]], frozenset[tuple[int, int]]]:
-    """The (module, parameter) of 4-bit weights that a product needs again in backward: those that the graph of the loss
-    holds, and those that the graph of a reentrant recompute does.
+def kept_by_products(trace: StepTrace) -> frozenset[tuple[int, int]]:
+    """The (module, parameter) of 4-bit weights that a product needs again in backward: the graph of the loss holds them.
 
     bitsandbytes keeps a view of the packed weight as an attribute of its autograd node (0.50.2, autograd/_functions.py,
     `MatMul4Bit.forward`, `ctx.tensors`), not among the tensors that autograd saves: it goes with the graph, and a checkpoint
@@ -213,10 +212,7 @@ def kept_by_products(trace: StepTrace) -> tuple[frozenset[tuple[int, int]], froz
         elif kind == Pass.FORWARD and trace.signatures[signature].op.startswith(_PRODUCT_4_BIT):
             module = int(trace.call_module[trace.op_call[op]])
             packed.update((module, index) for index in used if is_packed(trace, trace.params[index]))
-    kept = frozenset((module, index) for module, index in packed if index in read_again)
-    again = recomputed_modules(trace) if trace.options.get("reentrant") else frozenset()
-    inner = frozenset((module, index) for module, index in kept if module in again)
-    return kept - inner, inner
+    return frozenset((module, index) for module, index in packed if index in read_again)
 
 
 def _is_view(seen: TensorInfo, param: TensorSlot) -> bool:
