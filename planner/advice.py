@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ..errors import CannotTell, UserError
+from . import cache
 from .allocator.config import AllocConf
 from .predict import ledger_of, predict, replay_ledger
 from .prediction import Prediction, Remedy, Verdict
@@ -30,14 +33,29 @@ def advise(prediction: Prediction, request: Request, traces: TraceSource) -> Pre
     if prediction.verdict is Verdict.UNKNOWN:
         return prediction
     if prediction.fits:
-        batches = _batches(request, traces, prediction)
-        longest = max_seq_len(request, traces, near=batches)
-        return replace(prediction, max_micro_batch_size=batches.good, max_seq_len=longest)
+        batch, longest = _largest(prediction, request, traces)
+        return replace(prediction, max_micro_batch_size=batch, max_seq_len=longest)
     if prediction.host.missing_bytes:  # nothing that changes the GPU's memory helps the host's
         without = _Change("keep everything on the GPU", "without --offload", request.but(offload=(), deepspeed=None))
         remedy = _try(without, traces) if request.offload else None
         return replace(prediction, remedies=(remedy,) if remedy is not None else ())
     return replace(prediction, remedies=tuple(remedies(request, traces, prediction)))
+
+
+def _largest(prediction: Prediction, request: Request, traces: TraceSource) -> tuple[int | None, int | None]:
+    """(largest micro batch, longest sequence), each found by a dozen simulations; they are kept on disk."""
+    spec = request.model
+    name = None
+    if spec.factory is None and not spec.trust_remote_code:  # else code that is not ours decides, too
+        name = cache.answer_key("largest", repr(request))
+        with contextlib.suppress(ValueError, TypeError):  # it is not there, or it was written by a broken program
+            batch, longest = json.loads(cache.get(name) or b"")
+            return batch, longest
+    batches = _batches(request, traces, prediction)
+    longest = max_seq_len(request, traces, near=batches)
+    if name is not None:
+        cache.put(name, json.dumps([batches.good, longest]).encode())
+    return batches.good, longest
 
 
 def max_micro_batch_size(request: Request, traces: TraceSource) -> int | None:

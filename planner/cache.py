@@ -17,6 +17,8 @@ from typing import Any
 
 from ..files import write_whole
 
+_TRACER = ("planner/trace/*.py", "planner/optimizers/*.py", "models/*.py")
+_ALL = ("*.py", "planner/**/*.py", "planner/data/*", "models/**/*.py", "hardware/**/*.py", "hardware/data/*")
 _warned: set[str] = set()
 
 
@@ -30,8 +32,17 @@ def folder() -> Path:
 
 
 def key(kind: str, *parts: Any) -> str:
-    """The name of an entry: `kind` and a hash of everything that decides its content, this program's code included."""
-    text = json.dumps([kind, *parts, library_versions(), _code_fingerprint()], sort_keys=True, default=str)
+    """The name of a trace's entry: `kind` and a hash of everything that decides its content, the tracer's code included."""
+    return _name(kind, [*parts, _code_fingerprint(_TRACER)])
+
+
+def answer_key(kind: str, *parts: Any) -> str:
+    """The same for what is worked out from traces: all of this program's code and data decides it."""
+    return _name(kind, [*parts, _code_fingerprint(_ALL)])
+
+
+def _name(kind: str, parts: list[Any]) -> str:
+    text = json.dumps([kind, *parts, library_versions()], sort_keys=True, default=str)
     return f"{kind}-{hashlib.sha256(text.encode()).hexdigest()[:40]}"
 
 
@@ -71,10 +82,10 @@ def library_versions() -> dict[str, str]:
 
 
 @cache
-def _code_fingerprint() -> str:
-    """A hash of the tracer's own source: entries of an older memplan are not taken for answers of this one."""
+def _code_fingerprint(patterns: tuple[str, ...]) -> str:
+    """A hash of this program's own files: entries of an older memplan are not taken for answers of this one."""
     digest = hashlib.sha256()
-    here = Path(__file__).parent
-    for path in sorted([*here.glob("trace/*.py"), *here.glob("optimizers/*.py"), *(here.parent / "models").glob("*.py")]):
+    root = Path(__file__).parents[1]
+    for path in sorted({path for pattern in patterns for path in root.glob(pattern)}):
         digest.update(path.read_bytes())
     return digest.hexdigest()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from memplan.planner import advice, cache
 from memplan.planner.advice import advise, largest, max_micro_batch_size, max_seq_len, remedies
 from memplan.planner.api import make_request
 from memplan.planner.predict import predict
@@ -221,3 +222,35 @@ def test_advice_depends_on_the_verdict(source):
     assert failing.max_micro_batch_size is None
     unknown = predict(replace(good, gpus=8), source)
     assert advise(unknown, good, source) is unknown
+
+
+# -- what is kept on disk --------------------------------------------------------------------------------------------------
+
+
+def test_the_largest_are_searched_once_and_then_read_back(source, monkeypatch):
+    request = asked(int(0.7 * 2**30))
+    first = advise(predict(request, source), request, source)
+    monkeypatch.setattr(advice, "_batches", lambda *_: pytest.fail("it is searched again"))
+    again = advise(predict(request, TraceSource()), request, TraceSource())
+
+    assert first.max_micro_batch_size
+    assert (again.max_micro_batch_size, again.max_seq_len) == (first.max_micro_batch_size, first.max_seq_len)
+
+
+@pytest.mark.parametrize("content", [b"", b"[1", b"[1, 2, 3]", b"7", b"\xff"])
+def test_an_entry_that_cannot_be_read_is_searched_again(source, content, monkeypatch):
+    request = asked(int(0.7 * 2**30))
+    right = advise(predict(request, source), request, source)
+    monkeypatch.setattr(cache, "get", lambda name: content)
+
+    assert advise(predict(request, source), request, source) == right
+
+
+def test_another_card_or_another_memplan_has_an_entry_of_its_own(source, monkeypatch):
+    small, large = asked(int(0.7 * 2**30)), asked(6 * 2**30)
+    found = [advise(predict(r, source), r, source).max_micro_batch_size for r in (small, large)]
+    name = cache.answer_key("largest", repr(small))
+    monkeypatch.setattr(cache, "_code_fingerprint", lambda patterns: "another memplan")
+
+    assert found[0] < found[1]
+    assert cache.answer_key("largest", repr(small)) != name

@@ -98,7 +98,7 @@ def test_keys_differ_where_anything_differs(monkeypatch):
     monkeypatch.setattr(cache, "library_versions", lambda: {"torch": "0", "transformers": "0"})
     assert base != cache.key("family", "model", {"a": 1})
     monkeypatch.undo()
-    monkeypatch.setattr(cache, "_code_fingerprint", lambda: "another memplan")
+    monkeypatch.setattr(cache, "_code_fingerprint", lambda patterns: "another memplan")
     assert base != cache.key("family", "model", {"a": 1})
 
 
