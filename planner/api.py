@@ -17,9 +17,13 @@ from .strategies.outside import with_nccl
 if TYPE_CHECKING:
     from ..hardware.profile import Device
     from ..models import ModelSpec
+    from ..models.adapters import AdapterSettings
     from .prediction import Prediction
     from .trace.source import TraceSource
     from .trace.steptrace import StepTrace
+
+# By default precision, strategies whose runtimes keep fp32 masters beside it.  GPTQ's scales stay in 16 bits under FSDP.
+_WITH_MASTERS = {"bf16": ("zero", "fsdp"), "fp16": ("zero",)}
 
 
 def fits(
@@ -111,9 +115,9 @@ def make_request(
         raise UserError(f"--strategy {options['strategy']}: expected a number of GPUs", "Say how many with --gpus N")
     device = with_nccl(device, options.get("gpus", 1), options.get("strategy", SINGLE))
     if options.get("precision") is None:
-        options["precision"], reason = _default_precision(spec, device)
-        if options["precision"] == "bf16" and str(options.get("strategy", "")).startswith(("zero", "fsdp")):
-            options["precision"], reason = "bf16-mixed", reason + ", with fp32 masters"
+        options["precision"], reason = _default_precision(spec, device, options.get("adapter"))
+        if str(options.get("strategy", "")).startswith(_WITH_MASTERS.get(options["precision"], ())):
+            options["precision"], reason = f"{options['precision']}-mixed", reason + ", with fp32 masters"
         defaults.append(f"precision {options['precision']} (not given: {reason})")
     return Request(model=spec, device=device, loop=LoopFacts(**loop_facts), defaults=tuple(defaults), **options)
 
@@ -129,8 +133,10 @@ def _name_the_optimizer(options: dict[str, Any]) -> None:
             options.setdefault("strategy", "release")
 
 
-def _default_precision(spec: ModelSpec, device: Device) -> tuple[str, str]:
+def _default_precision(spec: ModelSpec, device: Device, adapter: AdapterSettings | None) -> tuple[str, str]:
     """(precision, why): that of the stored weights, as `from_pretrained` loads them, where it can train."""
+    if adapter is not None and adapter.base_quant == "gptq":
+        return "fp16", "GPTQ's products are of fp16"
     if spec.stored_dtype not in ("bfloat16", "float16"):
         return "fp32", "as the weights are stored"
     if device.compute_capability is not None and device.compute_capability < (8, 0):

@@ -151,6 +151,12 @@ def _record(
         raise CannotTell(f"{spec.name}: the op {error.func} has no fake implementation, so its memory is not known") from error
     except Exception as error:
         where = recorder.where() or "the step"
+        if "autocast::prioritize" in str(error):  # torch says no more than this, on a GPU too
+            raise UserError(
+                f"{spec.name}: {where} joins tensors of both 16-bit types under autocast, which torch refuses: GPTQ's products "
+                f"are of float16, and the precision is {options.precision}",
+                "Use --precision fp16-autocast or fp16",
+            ) from error
         line = " ".join(str(error).split())[:300]
         raise UserError(f"{spec.name}: {where} raised {type(error).__name__}: {line}", "--debug shows the traceback") from error
 

@@ -163,6 +163,26 @@ def test_a_gptq_product_makes_the_weight_dense_in_forward_and_in_backward():
     assert trace.storage_bytes.tolist().count(dense) == 4
 
 
+@pytest.mark.parametrize(("strategy", "precision"), [("single", "fp16"), ("zero2", "fp16-mixed"), ("fsdp2", "fp16")])
+def test_gptq_is_taken_for_fp16_where_no_precision_is_given(strategy, precision):
+    gpus = None if strategy == "single" else 2
+    adapter = AdapterSettings(base_quant="gptq")
+    request = make_request(SMALL[0], "l4", method="lora", strategy=strategy, gpus=gpus, adapter=adapter)
+    assert request.precision == precision
+    assert any("GPTQ's products are of fp16" in said for said in request.defaults)
+
+
+def test_what_autocast_cannot_join_is_said_with_the_precision_that_can():
+    pytest.importorskip("peft")
+    overrides = {"num_hidden_layers": "1", "hidden_size": "64", "intermediate_size": "64", "vocab_size": "128"}
+    request = make_request(
+        "Qwen/Qwen2.5-0.5B", "l4", overrides={**overrides, "num_attention_heads": "2", "num_key_value_heads": "2"},
+        method="lora", precision="bf16", adapter=AdapterSettings(base_quant="gptq"), seq_len=16,
+    )  # fmt: skip
+    with pytest.raises(UserError, match=r"are of float16, and the precision is bf16\. Use --precision fp16-autocast"):
+        TraceSource().step(request)
+
+
 def test_without_peft_the_answer_says_what_to_install(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *rest: None)
     from memplan.models.adapters import require
