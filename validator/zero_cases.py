@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..models.adapters import AdapterSettings
-from ..planner.strategies.deepspeed_settings import DeepSpeedSettings, LeafModules, OffloadOptimizer, OffloadParam
+from ..planner.strategies.deepspeed_settings import DeepSpeedSettings, LeafModules, OffloadOptimizer, OffloadParam, ZenFlow
 
 BATCH, SEQ = 2, 16
 # By model: config.json.  Odd sizes, so that partitions are padded and parameters straddle the ranks.
@@ -94,6 +94,9 @@ class ZeroCase:
                 names = [name for found in _changed(value).values() for name in found]
                 said.append(f"leaves-{'-'.join(names) or 'none'}")
                 continue
+            if isinstance(value, ZenFlow):
+                said.append("-".join([key, *(f"{name.replace('_', '-')}-{v}" for name, v in _changed(value).items())]))
+                continue
             said.append(
                 f"{key}-{'-'.join(map(str, _changed(value).values())) or value.device}" if _is_part(value) else f"{key}-{value}"
             )
@@ -110,6 +113,9 @@ class ZeroCase:
         if "leaf_module" in zero:
             zero["leaf_module"] = {key: list(names) for key, names in _changed(self.settings.leaf_module).items()}
         found: dict[str, Any] = {"zero_optimization": {"stage": self.stage, **zero}}
+        if self.settings.zenflow is not None:
+            found["zero_optimization"]["zenflow"] = dataclasses.asdict(self.settings.zenflow)
+            found["optimizer"] = {"type": "AdamW", "params": {"lr": 0.01}}  # which the optimizer of the columns is made of
         if not self.settings.compute_grad_norm:
             found["gradient_clipping"] = 0.0  # else DeepSpeed clips at 1
         if self.precision != "fp32":
@@ -165,6 +171,7 @@ _TIGHT = _knobs(100, 20_000, 0, 3_000)
 _TORCH_ADAM = {"zero_force_ds_cpu_optimizer": False}
 _BF16_MASTERS = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
 _FP32 = "float32"
+_HOST_ADAM: dict[str, Any] = {"offload_optimizer": OffloadOptimizer(), "own_adam": True}
 
 
 def _on(base_quant: str, **rest: Any) -> AdapterSettings:
@@ -234,6 +241,14 @@ CASES: tuple[ZeroCase, ...] = (
           grad_accum_steps=4, optimizer_groups="decay", **_TORCH_ADAM),
     _case(2, "opt", 5_000, precision="fp16", offload_optimizer=OffloadOptimizer(), own_adam=True, overlap_comm=True),
     _case(2, "bert", 5_000, grad_accum_dtype=_FP32, offload_optimizer=OffloadOptimizer(), own_adam=True, grad_accum_steps=2),
+    _case(2, "llama", 5_000, **_HOST_ADAM, rank=1, iterations=3, quick=True,
+          zenflow=ZenFlow(select_strategy="step", select_interval=2)),
+    _case(2, "bert", **_HOST_ADAM, world_size=3, rank=1, iterations=3, grad_accum_steps=2,
+          zenflow=ZenFlow(topk_ratio=0.3, select_strategy="step", select_interval=2, update_interval=2)),
+    _case(2, "gpt2", 5_000, precision="fp32", **_HOST_ADAM, world_size=8, rank=7, iterations=3, optimizer_groups="decay",
+          zenflow=ZenFlow(topk_ratio=0.05, select_strategy="step", select_interval=2)),
+    _case(2, "opt", 8_000, precision="fp16", **_HOST_ADAM, world_size=8, rank=2, grad_accum_steps=4,
+          zenflow=ZenFlow(update_interval=4)),
     _case(1, "llama", 5_000, offload_optimizer=OffloadOptimizer(), own_adam=True, world_size=3, rank=2, grad_accum_steps=2),
     _case(1, "opt", 5_000, grad_accum_dtype=_FP32, offload_optimizer=OffloadOptimizer(), own_adam=True, grad_accum_steps=2),
     _case(2, "llama", 5_000, **_BF16_MASTERS, offload_optimizer=OffloadOptimizer(), own_adam=True, grad_accum_steps=2),

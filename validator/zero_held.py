@@ -26,6 +26,9 @@ _PARTITIONED_GRADIENTS = ("grad_partitions_flat_buffer", "_DeepSpeedZeroOptimize
 # Of an offloaded optimizer: 16-bit staging and one gradient on the host; one gradient on the GPU.
 _STAGING = ("param_buffer_of_bit16_for_cpu_offload_groups", "temp_grad_buffer_for_cpu_offload")
 
+_OF_A_PARAMETER = ("grad_accum", "selected_grad")  # gradients
+_SELECTED = ("selected_indices", "partition_selected_indices")  # ZenFlow's columns
+
 
 class Registry:
     """Live bytes of all storages that ops make, each counted once whatever views it."""
@@ -106,7 +109,7 @@ def held_bytes(engine: Any, watched: Watched) -> dict[str, int]:
     masters = _named(wrapper, _MASTERS)
     # Twin-Flow steps the first sub-groups on the GPU (stage3.py, `_create_fp32_partitions`)
     on_gpu = int((1 - wrapper.partial_offload) * len(masters)) if getattr(wrapper, "offload_optimizer", False) else 0
-    grads = [*(p.grad for p in params), *(getattr(p, "grad_accum", None) for p in params)]
+    grads = [grad for p in params for grad in (p.grad, *(getattr(p, name, None) for name in _OF_A_PARAMETER))]
     partitions, param_at = [], ""
     gathered: list[Any] = []
     if hasattr(wrapper, "fp16_partitioned_groups"):  # stage 3: a parameter's own tensor is what is gathered now
@@ -128,6 +131,8 @@ def held_bytes(engine: Any, watched: Watched) -> dict[str, int]:
         ("master_weight", optimizer_at, masters[on_gpu:]),
         ("optimizer_state", "", _flat(state.get(m) for m in masters[:on_gpu])),
         ("optimizer_state", "", _named(wrapper, ["_muon_pending_momentum"])),
+        ("optimizer_state", "", _flat(getattr(getattr(wrapper, "selective_optimizer", None), "state", {}).values())),
+        ("optimizer_state", "", [tensor for p in params for tensor in _named(p, _SELECTED)]),
         ("optimizer_state", optimizer_at, _flat(state.values())),
         ("grad", optimizer_at, [
             *(getattr(m, "grad", None) for m in masters), *_named(wrapper, _PARTITIONED_GRADIENTS),

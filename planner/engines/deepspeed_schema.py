@@ -118,6 +118,20 @@ class OffloadOptimizerSection(_Section):
     cpuadam_cores_perc: float = Field(0.8, ge=0.0, le=1.0)
 
 
+class ZenFlowSection(_Section):
+    """zenflow_config.py, `ZenFlowConfig`; its "auto" values are values."""
+
+    topk_ratio: float = Field(0.1, gt=0.0, lt=1.0)
+    select_strategy: Literal["auto", "step", "epoch"] = "auto"
+    select_interval: Literal["auto"] | int = "auto"
+    update_interval: Literal["auto"] | int = "auto"
+    overlap_step: bool = False
+    offload: bool = False
+    auto_ratio: float = Field(0.99, ge=0.0, le=1.0)
+    full_warm_up_rounds: int = 0
+    pt_reserved_cores_perc: float = Field(0.5, ge=0.0, le=1.0)
+
+
 class LeafModuleSection(_Section):
     """leaf_module_config.py, `DeepSpeedZeroLeafModuleConfig`: one name may stand without a list."""
 
@@ -147,7 +161,7 @@ class ZeroSection(_Section):
     elastic_checkpoint: bool = False
     offload_param: OffloadParamSection | None = None
     offload_optimizer: OffloadOptimizerSection | None = None
-    zenflow: dict[str, Any] | None = None
+    zenflow: ZenFlowSection | None = None
     sub_group_size: int = Field(1_000_000_000, ge=0)
     cpu_offload_param: bool | None = None
     cpu_offload_use_pin_memory: bool | None = None

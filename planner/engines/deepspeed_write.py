@@ -145,6 +145,8 @@ def _zero(settings: DeepSpeedSettings, stage: int) -> dict[str, Any]:
         zero["overlap_comm"] = settings.overlap_comm
     if settings.leaf_module != default.leaf_module:
         zero["leaf_module"] = {key: list(names) for key, names in dataclasses.asdict(settings.leaf_module).items()}
+    if settings.zenflow is not None:
+        zero["zenflow"] = dataclasses.asdict(settings.zenflow)
     for part in ("offload_optimizer", "offload_param"):
         section = getattr(settings, part)
         if section is not None:

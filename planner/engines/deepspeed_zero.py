@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...errors import UserError
-from ..strategies.deepspeed_settings import DeepSpeedSettings, LeafModules, OffloadOptimizer, OffloadParam
+from ..strategies.deepspeed_settings import DeepSpeedSettings, LeafModules, OffloadOptimizer, OffloadParam, ZenFlow
 from . import deepspeed_schema as schema
 from .deepspeed_file import DeepSpeedFile
 from .imported import AUTO, Said
@@ -80,7 +80,7 @@ def _fill_accelerate(file: DeepSpeedFile, raw: dict[str, Any]) -> None:
 
 def _settings_of(file: DeepSpeedFile, zero: schema.ZeroSection) -> None:
     """What is there and differs from the default goes to the field of its name, or is said to be not modelled."""
-    for field in zero.model_fields_set - {"stage", "offload_optimizer", "offload_param", "leaf_module"}:
+    for field in zero.model_fields_set - {"stage", "offload_optimizer", "offload_param", "leaf_module", "zenflow"}:
         key = schema.json_name(schema.ZeroSection, field)
         value, default = getattr(zero, field), schema.ZeroSection.model_fields[field].default
         if key in FIELDS:
@@ -89,6 +89,33 @@ def _settings_of(file: DeepSpeedFile, zero: schema.ZeroSection) -> None:
             file.not_modelled(f"zero_optimization.{key}", value)
     if zero.leaf_module is not None:
         file.settings["leaf_module"] = LeafModules(**zero.leaf_module.model_dump())
+
+    if zero.zenflow is not None:
+        _zenflow(file, zero.zenflow)
+
+
+def _zenflow(file: DeepSpeedFile, section: schema.ZenFlowSection) -> None:
+    """runtime/zenflow/engine.py, `configure_zenflow`."""
+    key, strategy, every = "zero_optimization.zenflow", section.select_strategy, section.select_interval
+    if strategy == "auto" and every != "auto":
+        raise file.wrong(f"{key}.select_interval", every, 'leave it out, as select_strategy is "auto"')
+    if strategy != "auto" and every == "auto":
+        raise file.wrong(f"{key}.select_interval", every, f'expected a number, as select_strategy is "{strategy}"')
+    if section.update_interval != "auto" and section.update_interval < 1:
+        raise file.wrong(f"{key}.update_interval", section.update_interval, "expected at least 1")
+    for name in ("overlap_step", "offload"):
+        if getattr(section, name):
+            file.not_modelled(f"{key}.{name}", True)
+    if section.update_interval == "auto":  # decided by the gradients, step by step
+        file.not_modelled(f"{key}.update_interval", section.update_interval)
+        return
+    file.settings["zenflow"] = ZenFlow(
+        topk_ratio=section.topk_ratio,
+        select_strategy="step" if strategy == "step" else "epoch",
+        select_interval=1 if every == "auto" else every,
+        update_interval=section.update_interval,
+        full_warm_up_rounds=section.full_warm_up_rounds,
+    )
 
 
 def _offload(file: DeepSpeedFile, zero: schema.ZeroSection, stage: int) -> None:

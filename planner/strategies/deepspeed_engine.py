@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 
 FOUR_BITS = ("nf4", "nf4-dq", "fp4", "fp4-dq")
 _PARTITIONS_PARAMS = 3  # the stage
+_NOT_WITH_ZENFLOW = (
+    "contiguous_gradients", "reduce_scatter", "use_multi_rank_bucket_allreduce", "round_robin_gradients", "parameter_alignment",
+    "grad_accum_dtype", "communication_data_type", "bf16_master_weights_and_grads", "fp16_master_weights_and_grads", "muon",
+)  # fmt: skip
 _PRECISIONS = ("fp32", "bf16-mixed", "fp16-mixed")
 
 
@@ -33,6 +37,7 @@ def check(request: Request) -> None:
     _check_offload(stage, settings)
     _check_knobs(stage, settings, MIXED.get(request.precision, "float32"))
     _check_norm(stage, settings, clips=request.loop.clip_grad_norm)
+    _check_zenflow(request, stage, settings)
     ranks = settings.zero_hpz_partition_size
     if stage == _PARTITIONS_PARAMS and request.gpus % ranks:
         raise UserError(
@@ -167,6 +172,38 @@ def _check_norm(stage: int, settings: DeepSpeedSettings, *, clips: bool) -> None
         raise UserError(f"{key} with an offloaded optimizer: DeepSpeed refuses it", "Leave it out")
 
 
+def _check_zenflow(request: Request, stage: int, settings: DeepSpeedSettings) -> None:
+    """runtime/zenflow/engine.py, zenflow_stage_1_and_2.py (`_configure_zenflow`)."""
+    zenflow, key = settings.zenflow, "zero_optimization.zenflow"
+    if zenflow is None:
+        return
+    if settings.offload_optimizer is None or stage == 0:
+        raise UserError(f"{key} without an offloaded optimizer: DeepSpeed refuses it", "Set offload_optimizer.device to cpu")
+    if not steps_by_itself(request, settings):
+        raise UserError(
+            f"{key} with {request.optimizer} of torch: ZenFlow steps with DeepSpeed's own Adam only", "Use DeepSpeed's AdamW"
+        )
+    if zenflow.select_strategy == "step" and 0 < zenflow.select_interval < zenflow.update_interval:
+        raise UserError(
+            f"{key}.select_interval {zenflow.select_interval} below update_interval {zenflow.update_interval}: DeepSpeed "
+            "refuses it",
+            "Raise select_interval to a multiple of update_interval",
+        )
+    if request.loop.grad_accum_steps != zenflow.update_interval:
+        raise UserError(
+            f"{key}.update_interval {zenflow.update_interval} with gradient_accumulation_steps "
+            f"{request.loop.grad_accum_steps}: DeepSpeed accumulates over update_interval whatever the other says",
+            "Give both the same number",
+        )
+    plain = DeepSpeedSettings()
+    unmodelled = ["overlap_comm"] if settings.overlaps(stage) else []
+    unmodelled += [name for name in _NOT_WITH_ZENFLOW if getattr(settings, name) != getattr(plain, name)]
+    if stage != 2:
+        raise CannotTell(f"{key} at stage {stage} is not modelled. Use --strategy zero2")
+    if unmodelled:
+        raise CannotTell(f"{key} with {unmodelled[0]} {getattr(settings, unmodelled[0])} is not modelled. Leave it out")
+
+
 def _check_masters(stage: int, settings: DeepSpeedSettings, dtype: str) -> None:
     """base_optimizer.py, `_configure_master_weights`."""
     masters, states = settings.bf16_master_weights_and_grads, settings.bf16_optimizer_states
@@ -225,6 +262,10 @@ def cast(adapter: AdapterSettings) -> AdapterSettings:
 
 def make(request: Request, trace: StepTrace) -> Strategy:
     settings = settings_of(request)
+    if settings.zenflow is not None:
+        # the iterations that are simulated are to have what a later selection takes
+        every = replace(settings.zenflow, select_strategy="step", select_interval=settings.zenflow.update_interval)
+        settings = replace(settings, zenflow=every)
     return strategy_of(
         int(request.strategy[-1]),
         settings,
@@ -310,6 +351,10 @@ def strategy_of(
             trace, world_size, settings.optimizer_groups, reorders=settings.round_robin_gradients,
             aligned=settings.parameter_alignment, muon=settings.muon is not None,
         )  # fmt: skip
+    if settings.zenflow is not None:
+        from .zero_zenflow import ZenFlow2
+
+        return ZenFlow2(world_size, rank, settings, own_adam=own_adam, total_bytes=total_bytes)
     return (Zero1 if stage == 1 else Zero2)(world_size, rank, settings, own_adam=own_adam, total_bytes=total_bytes)
 
 
@@ -327,6 +372,8 @@ def said(request: Request) -> list[str]:
     found = [f"DeepSpeed 0.19 ZeRO-{request.strategy[-1]} with {knobs}, {' and '.join(parts) or 'no offload'}, {steps}"]
     if settings.zero_init and request.deepspeed is None:
         found.append("the model is made under deepspeed.zero.Init, as transformers' Trainer does")
+    if settings.zenflow is not None:
+        found.append("ZenFlow after its warm-up, with new columns in every update interval: the highest peak that it has")
     if is_quantised(request) and request.strategy == "zero3":
         found.append("a quantised model is loaded whole on every GPU, and partitioned then (no deepspeed.zero.Init)")
     if request.reentrant and request.recompute != "none" and request.strategy == "zero3":

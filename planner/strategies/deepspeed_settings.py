@@ -44,6 +44,22 @@ class OffloadParam:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ZenFlow:
+    """`zero_optimization.zenflow` (deepspeed/runtime/zenflow/zenflow_config.py, `ZenFlowConfig`), as far as it is modelled."""
+
+    topk_ratio: float = 0.1
+    """Share of a matrix's columns that step on the GPU."""
+    select_strategy: Literal["step", "epoch"] = "epoch"
+    select_interval: int = 1
+    """Steps or epochs between two selections; 0: one selection, at the first step.  Epochs are not seen by the engine unless
+    `deepspeed.initialize` makes the data loader."""
+    update_interval: int = 1
+    """Micro steps between two steps of the host's optimizer: DeepSpeed takes it for gradient_accumulation_steps."""
+    full_warm_up_rounds: int = 0
+    """Micro steps before the first selection, each with a step of the host's optimizer."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class LeafModules:
     """`zero_optimization.leaf_module` (leaf_module_config.py): what stage 3 gathers as one unit, with all that is inside.
 
@@ -89,6 +105,7 @@ class DeepSpeedSettings:
     leaf_module: LeafModules = LeafModules()
     offload_optimizer: OffloadOptimizer | None = None
     offload_param: OffloadParam | None = None
+    zenflow: ZenFlow | None = None
     grad_accum_dtype: str | None = None
     """`data_types.grad_accum_dtype`: float32 | bfloat16 | float16; None: the model's."""
     communication_data_type: str | None = None

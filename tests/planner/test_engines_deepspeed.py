@@ -366,7 +366,7 @@ def test_keys_without_effect_are_said_in_one_note():
 @pytest.mark.parametrize(
     ("data", "key"),
     [
-        (zero(stage=2, zenflow={"topk_ratio": 0.1}), "zero_optimization.zenflow"),
+        (zero(stage=2, zenflow={"topk_ratio": 0.1}), "zero_optimization.zenflow.update_interval"),
         (zero(stage=3, zero_quantized_weights=True), "zero_optimization.zero_quantized_weights"),
         (zero(stage=3, offload_optimizer={"device": "cpu", "super_offload": True}), "super_offload"),
         ({**BASE, "tensor_parallel": {"autotp_size": 2}}, "tensor_parallel.autotp_size"),

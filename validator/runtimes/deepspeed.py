@@ -260,8 +260,10 @@ def _optimizer(case: EngineCase, module: Any) -> Any:
     groups = _groups(case, module)
     if case.optimizer != "deepspeed":
         return make_optimizer(case.optimizer, case.optimizer_impl, groups)
-    from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+    from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam, ZenFlowCPUAdam
 
+    if "zenflow" in case.config.get("zero_optimization", {}):
+        return ZenFlowCPUAdam(groups)
     if "offload_optimizer" not in case.config.get("zero_optimization", {}):
         return FusedAdam(groups)
     return DeepSpeedCPUAdam(groups, fp32_optimizer_states=not case.config.get("bf16", {}).get("bf16_optimizer_states", False))
@@ -300,12 +302,22 @@ def _meet(case: EngineCase) -> None:
 
 
 def _play_alone() -> None:
-    """What the missing ranks would do: agree with the recorded order of modules, and have finite gradients.
+    """What the missing ranks would do: agree with the recorded order of modules, have finite gradients, select columns.
 
     What is gathered from them is whatever lay in memory, and a step whose norm is no number would be skipped.
     """
+    import torch
+    from deepspeed import comm
     from deepspeed.runtime.zero import partitioned_param_coordinator, stage3, stage_1_and_2
 
+    sends = comm.broadcast
+
+    def broadcast(tensor: Any, src: int, *args: Any, **kwargs: Any) -> Any:
+        if tensor.dtype == torch.int32 and src != comm.get_rank():  # ZenFlow's selected columns
+            tensor.zero_()
+        return sends(tensor, src, *args, **kwargs)
+
+    comm.broadcast = broadcast
     partitioned_param_coordinator.assert_ints_same_as_other_ranks = lambda *_: None
     for module, optimizer in (
         (stage3, stage3.DeepSpeedZeroOptimizer_Stage3),
