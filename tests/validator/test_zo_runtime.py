@@ -128,8 +128,10 @@ ZO2_ITSELF = [
 def test_the_losses_gradients_and_bytes_are_those_of_zo2_itself():
     found = ran("zo2", steps=4)
     for (plus, _), grad, (theirs, their_grad) in zip(found.losses, found.projected_grads, ZO2_ITSELF, strict=True):
-        assert plus == pytest.approx(theirs, abs=2e-6)  # another CPU's matmul may round in another way
-        assert grad == pytest.approx(their_grad, abs=2e-6 / 1e-3)
+        # Another CPU's matmul may round in another way, and a step's rounding is in the weights of the next: a few units in the
+        # last place a step.  Another seed or order of z moves the loss a thousand times as far.
+        assert plus == pytest.approx(theirs, abs=1e-5)
+        assert grad == pytest.approx(their_grad, abs=1e-5 / 1e-3)
     assert found.device_peak_bytes == 19136
     assert only(found).host_pinned_bytes == 13248
 
