@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..files import data_home
 from ..models.adapters import ADAPTER_METHODS
-from .strategies import ZEROTH_ORDER
+from .strategies import RELAY, ZEROTH_ORDER
 
 if TYPE_CHECKING:
     from .request import Request
@@ -47,6 +47,8 @@ class ErrorBar:
 def kind_of(method: str, gpus: int) -> tuple[str, str]:
     """(method, gpus) of an `ErrorBar` that speaks for such a run."""
     kind = "adapter" if method in ADAPTER_METHODS else "zeroth-order" if method in ZEROTH_ORDER else "full"
+    if method == RELAY:
+        kind = RELAY  # of which no run has been published
     return kind, _ONE if gpus == 1 else _SEVERAL
 
 

@@ -6,12 +6,13 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UserError
-from .strategies import ZEROTH_ORDER
+from .strategies import RELAY, ZEROTH_ORDER
 
 if TYPE_CHECKING:
     from ..models import ModelSpec
     from ..models.adapters import AdapterSettings
     from .request import Request
+    from .strategies.l2l import L2lSettings
     from .strategies.zo_settings import ZoSettings
 
 ADAPTER_OPTIONS = (
@@ -71,7 +72,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     precisions = "fp32, bf16, fp16, bf16-autocast, fp16-autocast, bf16-mixed, fp16-mixed (default: as the weights are stored)"
     how.add_argument("--precision", metavar="P", help=precisions)
     how.add_argument("--mode", metavar="M", help="train (default), forward: no backward, inference: under no_grad")
-    methods = "full (default), lora, qlora, dora, oft, ia3 ..., galore, apollo, badam, hift, lomo, mezo, zo2, distzo2"
+    methods = "full (default), lora, qlora, dora, oft, ia3 ..., galore, apollo, badam, hift, lomo, l2l, mezo, zo2, distzo2"
     how.add_argument("--method", metavar="M", help=methods)
     how.add_argument("--strategy", metavar="S", help="single (default), ddp, zero0 .. zero3, fsdp1, fsdp2, hsdp")
     how.add_argument("--optimizer", metavar="O", help="adamw (default), flash-adamw, adamw-8bit ...: `memplan optimizers list`")
@@ -124,6 +125,9 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     )
     zo.add_argument("--zo-train", metavar="W", help="what a step perturbs: all (default), lora, prefix-tuning")
     zo.add_argument("--zo-no-cache", action="store_true", help="mezo, and evaluations: no key-value cache is built")
+    relay = parser.add_argument_group("layer-to-layer relay (--method l2l)")
+    relay.add_argument("--l2l-stash", metavar="W", help="where the inputs of the blocks wait for backward: gpu (default), host")
+    relay.add_argument("--l2l-no-overlap", action="store_true", help="one layer at a time, copied from pageable memory")
     adapters = parser.add_argument_group("adapters (--method lora, qlora, dora, rslora, oft, ia3, prefix-tuning ...)")
     adapters.add_argument("--lora-rank", type=int, metavar="R", help="rank; of OFT and C3A the block size (default: peft's)")
     adapters.add_argument("--lora-alpha", type=float, metavar="A", help="scale of the adapter: no memory depends on it")
@@ -192,6 +196,7 @@ def request_from(args: argparse.Namespace) -> Request:
         "host_ram_bytes": args.host_ram and parse_bytes(args.host_ram, "--host-ram"),
         "nvme_bytes": args.nvme and parse_bytes(args.nvme, "--nvme"),
         "zo": _zo_settings(args),
+        "l2l": _l2l_settings(args),
         "adapter": _zo_adapter(args, given) or (given if args.from_file else _adapter_settings(args.method, given)),
         "frozen": tuple(args.freeze),
         "compiled": args.compile and not args.assume_eager,
@@ -323,6 +328,18 @@ def _zo_adapter(args: argparse.Namespace, given: dict[str, Any]) -> AdapterSetti
     settings = adapter_of(args.zo_train, given)
     settings.check()
     return settings
+
+
+def _l2l_settings(args: argparse.Namespace) -> L2lSettings | None:
+    """The --l2l-* options, or None where none was given."""
+    if args.l2l_stash is None and not args.l2l_no_overlap:
+        return None
+    if args.method != RELAY:
+        option = "--l2l-stash" if args.l2l_stash is not None else "--l2l-no-overlap"
+        raise UserError(f"{option} with --method {args.method or 'full'}: it belongs to the relay", f"Use --method {RELAY}")
+    from .strategies.l2l import L2lSettings
+
+    return L2lSettings(overlap=not args.l2l_no_overlap, stash=args.l2l_stash or "gpu")
 
 
 def _zo_settings(args: argparse.Namespace) -> ZoSettings | None:

@@ -20,7 +20,7 @@ from .loading import host_bytes, loading_peak
 from .optimizers.traced import names, traced_rule
 from .prediction import Failure, HostNeeds, Moment, Prediction, Verdict
 from .simulate import simulate
-from .strategies import make_strategy, outside, said_of
+from .strategies import RELAY, make_strategy, outside, said_of
 from .strategies.zo_evaluation import with_evaluation
 from .trace.steptrace import Phase
 
@@ -191,6 +191,8 @@ def ledger_of(request: Request, trace: StepTrace) -> Ledger:
 
 def optimizer_of(request: Request, target: str) -> OptimizerRule:
     """The rule of the request's optimizer.  Raises UserError for one that does not exist."""
+    if request.method == RELAY:
+        target = "cpu"  # where it steps
     if request.optimizer in names():  # torch's own: the others are not even imported then
         return traced_rule(request.optimizer, optimizer_impl(request), target=target)
     from .optimizers.catalogue import optimizer_rule

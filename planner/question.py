@@ -67,9 +67,10 @@ def _hints(kind: type) -> dict[str, Any]:
     from ..models import ModelSpec
     from .strategies.deepspeed_settings import DeepSpeedSettings
     from .strategies.fsdp_settings import FsdpSettings
+    from .strategies.l2l import L2lSettings
     from .strategies.zo_settings import ZoSettings
 
-    names = {c.__name__: c for c in (Device, ModelSpec, DeepSpeedSettings, FsdpSettings, ZoSettings)}
+    names = {c.__name__: c for c in (Device, ModelSpec, DeepSpeedSettings, FsdpSettings, L2lSettings, ZoSettings)}
     return get_type_hints(kind, localns=names)
 
 

@@ -13,7 +13,7 @@ from ..units import gib, human
 from .error_bars import in_words
 from .optimizers.methods import METHODS as OPTIMIZER_METHODS
 from .prediction import Verdict
-from .strategies import ZEROTH_ORDER
+from .strategies import RELAY, ZEROTH_ORDER
 from .wording import COMPONENT, LANE, PHASE, columns, count, figure, hundredths, op_name, shares
 
 if TYPE_CHECKING:
@@ -154,6 +154,8 @@ def _asked(p: Prediction, width: int) -> str:
         how.append(f"{loop['grad_accum_steps']} accumulated")
     if _has_backward(q):
         recompute = {"none": "no recompute", "full": "activations recomputed in backward"}
+        if q["method"] == RELAY:
+            recompute["none"] = recompute["full"] = "layer by layer, blocks recomputed"
         partly = "recomputed in part" if q["recompute"].startswith("keep:") else f"recompute {q['recompute']}"
         how.append(recompute.get(q["recompute"], partly))
     if q["strategy"] == "release":

@@ -10,7 +10,7 @@ from ..models.adapters import ADAPTER_METHODS, AdapterSettings
 from .loop import LoopFacts
 from .optimizers.methods import METHODS as OPTIMIZER_METHODS
 from .optimizers.refusals import refuse
-from .strategies import DISTRIBUTED, SINGLE, ZEROTH_ORDER, check_strategy
+from .strategies import DISTRIBUTED, RELAY, SINGLE, ZEROTH_ORDER, check_strategy
 from .trace.options import loss_parts, recompute_parts
 
 if TYPE_CHECKING:
@@ -18,10 +18,11 @@ if TYPE_CHECKING:
     from ..models import ModelSpec
     from .strategies.deepspeed_settings import DeepSpeedSettings
     from .strategies.fsdp_settings import FsdpSettings
+    from .strategies.l2l import L2lSettings
     from .strategies.zo_settings import ZoSettings
 
 PRECISIONS = ("fp32", "bf16", "fp16", "bf16-autocast", "fp16-autocast", "bf16-mixed", "fp16-mixed")
-METHODS = ("full", *ADAPTER_METHODS, *ZEROTH_ORDER, *OPTIMIZER_METHODS)
+METHODS = ("full", *ADAPTER_METHODS, *ZEROTH_ORDER, *OPTIMIZER_METHODS, RELAY)
 STRATEGIES = (SINGLE, "release", *DISTRIBUTED)
 MODES = ("train", "forward", "inference")
 ATTENTIONS = ("sdpa", "eager", "flash_attention_2")
@@ -78,6 +79,8 @@ class Request:
     """Knobs of FSDP; None: torch's defaults."""
     zo: ZoSettings | None = None
     """Knobs of zeroth-order training; None: the defaults."""
+    l2l: L2lSettings | None = None
+    """Knobs of a layer-to-layer relay; None: the defaults."""
     adapter: AdapterSettings | None = None
     """What an adapter method trains; None: the method's defaults."""
     host_ram_bytes: int | None = None

@@ -233,6 +233,24 @@ class Simulation:
         """A block that is made and dropped at once."""
         self.free(self.alloc(Component.TEMP, nbytes, what=what))
 
+    def begin(self, phase: Phase) -> None:
+        """What follows belongs to this phase: for a strategy whose order is not that of the trace."""
+        self._phase(phase)
+
+    def take(self, lane: int, storage: int) -> Block | None:
+        """A live block of the trace out of its hands; None: there is none."""
+        return self._blocks.pop((lane, storage), None)
+
+    def give(self, lane: int, storage: int, block: Block) -> None:
+        """The trace goes on with `block` as this storage of that lane."""
+        self._blocks[lane, storage] = block
+
+    def drop_graphs(self) -> None:
+        """What the graphs of these micro batches held goes, but for their losses: none of them is one with its loss."""
+        kept = {*self.trace.batch_storages, self.trace.loss_storage}
+        for key in [key for key in self._blocks if key[1] not in kept]:
+            self.free(self._blocks.pop(key))
+
     def leave_to_graph(self, block: Block) -> None:
         """Nobody but the graph of this micro step's loss holds `block` from here: it goes with it, when the next loss is
         bound."""
@@ -248,7 +266,7 @@ class Simulation:
             self._ledger.now_iteration = iteration
             if loop.zero_grad == "before-forward" and self.trains:
                 strategy.zero_grad(self, loop.set_to_none)
-            for micro_batch in range(loop.grad_accum_steps if self.trains else 1):
+            for micro_batch in range(0, loop.grad_accum_steps if self.trains else 1, strategy.batches_at_once(loop)):
                 self._micro_step(micro_batch)
             if not self.trains:
                 break
@@ -262,7 +280,8 @@ class Simulation:
     def _micro_step(self, micro_batch: int) -> None:
         self._phase(Phase.FORWARD)
         old = self._batch
-        self._batch = [self._from_trace(0, s, Role.BATCH) for s in self.trace.batch_storages]
+        lanes = range(self._strategy.batches_at_once(self.loop))
+        self._batch = [self._from_trace(lane, s, Role.BATCH) for lane in lanes for s in self.trace.batch_storages]
         self._drop(old)  # the loop variable is rebound after the new batch exists
         for run in self._strategy.schedule(self.trace, micro_batch):
             self._execute(run, micro_batch)
@@ -294,7 +313,7 @@ class Simulation:
                     storage = args[position]
                     position += 1
                     param = copied_grad.get(storage)
-                    if param is not None and strategy.holds_grad(self, self.trace.params[param]):
+                    if param is not None and (param < 0 or strategy.holds_grad(self, self.trace.params[param])):
                         continue  # autograd adds to .grad: no copy in the parameter's layout is made
                     nbytes = hidden.output_bytes.get(program.output[storage], -1) if hidden.output_bytes else -1
                     self._from_trace(lane, storage, roles[storage], nbytes)
@@ -423,6 +442,7 @@ class _Program:
             for kind, arg, aux in zip(self.kind, self.arg, self.aux, strict=True)
             if kind == EventKind.GRAD and self.role[aux] == Role.GRAD_COPY
         }
+        self.copied_grad.update(dict.fromkeys(strategy.unmade(trace), -1))
         kind = type(strategy)
         self.watches_modules = kind.before_module is not Base.before_module or kind.after_module is not Base.after_module
         self.watches_saved = kind.pack_saved is not Base.pack_saved

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CannotTell
-from ..planner.strategies import ZEROTH_ORDER
+from ..planner.strategies import RELAY, ZEROTH_ORDER
 from .compare import TOLERANCE, Comparison, Row, rows_of
 from .measurement import COMPONENTS, STEPS, PhaseBytes, Usage
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .runtimes.torch_distributed import Parallel
     from .zero_suite import Predicted
 
+OWN_LOOP = (*ZEROTH_ORDER, RELAY)  # methods that train by a loop of their own, in `runtimes`
 TORCH = ("ddp", "fsdp1", "fsdp2", "hsdp")
 _FAKE = "one rank of {gpus} runs on the CPU in torch's fake process group"
 _PROVES = "a CPU run proves what the engine allocates and when, not a GPU's kernels"
@@ -36,7 +37,7 @@ _PROVES = "a CPU run proves what the engine allocates and when, not a GPU's kern
 
 def has_engine(request: Request) -> bool:
     """Whether `request` runs by an engine of its own instead of the plain loop."""
-    return request.strategy not in ("single", "release") or request.method in ZEROTH_ORDER
+    return request.strategy not in ("single", "release") or request.method in OWN_LOOP
 
 
 def run_engine(request: Request, traces: TraceSource, *, tolerance: float | None = None) -> Comparison:
@@ -44,8 +45,8 @@ def run_engine(request: Request, traces: TraceSource, *, tolerance: float | None
     trace = traces.step(request, target="cpu")
     notes = [*request.defaults, _PROVES]
     reason, theirs = "", None
-    if request.method in ZEROTH_ORDER:
-        judge = _zeroth_order
+    if request.method in OWN_LOOP:
+        judge = _relay if request.method == RELAY else _zeroth_order
     else:
         judge = _torch if request.strategy in TORCH else _deepspeed
         notes.append(_FAKE.format(gpus=request.gpus))
@@ -96,7 +97,7 @@ def predicted_on_cpu(request: Request, trace: StepTrace) -> Usage:
 
         return usage_of_marks(predicted_marks(ledger))
     usage = usage_of(ledger)
-    if request.method not in ZEROTH_ORDER:
+    if request.method not in OWN_LOOP:
         return usage
     needs = host_needs(ledger, 1)
     phases = tuple(_whole_step(usage, step) for step in STEPS if usage.phase("forward", step))
@@ -105,8 +106,8 @@ def predicted_on_cpu(request: Request, trace: StepTrace) -> Usage:
 
 
 def _whole_step(usage: Usage, step: str) -> PhaseBytes:
-    """Zeroth-order training has no phases but the step itself."""
-    parts = [p for name in ("forward", "step") if (p := usage.phase(name, step))]
+    """Zeroth-order training and a relay have no phases but the step itself."""
+    parts = [p for name in ("forward", "backward", "step") if (p := usage.phase(name, step))]
     return PhaseBytes(
         phase="forward", step=step, peak_bytes=max(p.peak_bytes for p in parts), after_bytes=parts[-1].after_bytes
     )
@@ -185,6 +186,27 @@ def _zeroth_order(request: Request, trace: StepTrace) -> Usage:
         adapter=request.adapter_settings,
     )
     return run_zo(run).ranks[request.rank or 0].usage()
+
+
+def _relay(request: Request, trace: StepTrace) -> Usage:
+    from ..planner.strategies.l2l import L2lSettings
+    from .runtimes.l2l import L2lRun, run_l2l
+
+    run = L2lRun(
+        model=request.model,
+        settings=request.l2l or L2lSettings(),
+        precision=request.precision,
+        optimizer=request.optimizer,
+        optimizer_impl="for-loop" if request.optimizer_impl == "default" else request.optimizer_impl,
+        micro_batch_size=request.micro_batch_size,
+        seq_len=request.seq_len,
+        grad_accum_steps=request.loop.grad_accum_steps,
+        steps=request.loop.iterations,
+        attention=request.attention,  # type: ignore[arg-type]
+        loss=request.loss,
+        frozen=request.frozen,
+    )
+    return run_l2l(run).usage()
 
 
 def _deepspeed(request: Request, trace: StepTrace) -> Usage:

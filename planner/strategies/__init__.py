@@ -32,8 +32,9 @@ _DOORS = {
     "hsdp": "fsdp2",
 }
 # Methods that have a loop of their own, whatever the strategy.
-_METHOD_DOORS = {"mezo": "mezo", "zo2": "zo2", "distzo2": "distzo2", "badam": "layerwise", "hift": "layerwise"}
+_METHOD_DOORS = {"mezo": "mezo", "zo2": "zo2", "distzo2": "distzo2", "badam": "layerwise", "hift": "layerwise", "l2l": "l2l"}
 ZEROTH_ORDER = ("mezo", "zo2", "distzo2")
+RELAY = "l2l"
 DISTRIBUTED = tuple(name for name in _DOORS if name not in (SINGLE, "release"))
 MIXED: dict[str, Literal["bfloat16", "float16"]] = {
     "bf16-mixed": "bfloat16",

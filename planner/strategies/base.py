@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from ..trace.steptrace import Pass, StepTrace, TensorSlot
 
 if TYPE_CHECKING:
+    from ..loop import LoopFacts
     from ..simulate import Block, Simulation
 
 
@@ -69,6 +70,14 @@ class Strategy(abc.ABC):
     def trains(self, trace: StepTrace) -> bool:
         """Whether the loop takes optimizer steps; a zeroth-order strategy does so with a trace that has no backward."""
         return bool(trace.options["mode"] == "train")
+
+    def batches_at_once(self, loop: LoopFacts) -> int:
+        """Micro batches whose runs one `schedule` yields, in lanes 0, 1 ..: more than 1 where they take turns."""
+        return 1
+
+    def unmade(self, trace: StepTrace) -> frozenset[int]:
+        """Storages of the trace that this runtime does not make."""
+        return frozenset()
 
     def schedule(self, trace: StepTrace, micro_batch: int) -> Iterator[Run]:
         """The runs of one micro step; the traced order unless a strategy reorders."""

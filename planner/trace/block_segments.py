@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -74,7 +74,7 @@ def cut_blocks(trace: StepTrace) -> tuple[Piece, ...]:
         blocks.append(-1)
     bounds.append(len(kinds))
     born = {arg: index for index, (kind, arg) in enumerate(zip(kinds, args, strict=True)) if kind == EventKind.ALLOC}
-    used = _params_read(trace, bounds)
+    used = params_read(trace, pairwise(bounds))
     pieces = []
     for place, (name, block) in enumerate(zip(names, blocks, strict=True)):
         start, stop = bounds[place], bounds[place + 1]
@@ -91,8 +91,11 @@ def num_blocks(pieces: Sequence[Piece]) -> int:
     return 1 + max(piece.block for piece in pieces)
 
 
-def block_path(trace: StepTrace) -> str:
-    """The path of the model's list of blocks, such as `model.layers`.  Raises CannotTell where there is none, or several."""
+def block_path(trace: StepTrace, instead: str = "--method mezo, which needs none") -> str:
+    """The path of the model's list of blocks, such as `model.layers`.
+
+    Raises CannotTell where there is none, or several; `instead`: what to use then.
+    """
     weight: dict[str, int] = defaultdict(int)
     lists: dict[str, set[int]] = defaultdict(set)
     called = {int(m) for m in trace.call_module.tolist()}
@@ -112,7 +115,7 @@ def block_path(trace: StepTrace) -> str:
     if not weight:
         raise CannotTell(
             f"{trace.name}: no list of blocks is called in its forward, and a block-wise schedule moves such blocks. "
-            "Use --method mezo, which needs none"
+            f"Use {instead}"
         )
     best = max(weight, key=lambda p: weight[p])
     total = sum(p.numel for p in trace.params)
@@ -120,7 +123,7 @@ def block_path(trace: StepTrace) -> str:
     if others:
         raise CannotTell(
             f"{trace.name} has several lists of blocks ({best}, {', '.join(others)}); only models with one are modelled. "
-            "Use --method mezo"
+            f"Use {instead}"
         )
     return best
 
@@ -174,14 +177,13 @@ def _reads_params(trace: StepTrace) -> list[bool]:
     return found
 
 
-def _params_read(trace: StepTrace, bounds: Sequence[int]) -> list[set[int]]:
-    """By piece: the parameters that its ops read."""
+def params_read(trace: StepTrace, ranges: Iterable[Range]) -> list[set[int]]:
+    """By range of events: the indices of the parameters that its ops read."""
     param_of = {p.storage: i for i, p in enumerate(trace.params)}
     starts, inputs = trace.op_input_start.tolist(), trace.op_inputs.tolist()
-    kinds, args = trace.event_kind.tolist(), trace.event_arg.tolist()
     found = []
-    for start, stop in pairwise(bounds):
-        ops = [args[i] for i in range(start, stop) if kinds[i] == EventKind.OP]
+    for start, stop in ranges:
+        ops = trace.event_arg[start:stop][trace.event_kind[start:stop] == EventKind.OP].tolist()
         found.append({param_of[s] for op in ops for s in inputs[starts[op] : starts[op + 1]] if s in param_of})
     return found
 

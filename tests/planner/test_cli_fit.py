@@ -80,6 +80,8 @@ RUN_FLAGS = {
     "--grad-accum",
     "--zero-grad",
     "--keep-grads",
+    "--l2l-stash",
+    "--l2l-no-overlap",
     "--clip-grad-norm",
     "--keep-outputs",
     "--alloc-conf",
