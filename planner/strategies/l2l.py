@@ -3,7 +3,8 @@
 Models "Training Large Neural Networks with Constant Memory using a New Execution Algorithm" (arXiv 2002.05645).  No
 code of it is public; `validator.runtimes.l2l` trains as the paper says, and what that leaves open is decided there as here:
 
-* weights, gradients and the optimizer are on the host (its "eager param-server"), weights and gradients in pinned memory;
+* weights, gradients and the optimizer are on the host (its "eager param-server"), weights and gradients in pinned memory; with
+  `--precision bf16-mixed` the optimizer steps fp32 masters in pageable memory, from fp32 copies of all gradients;
 * what lies before the blocks (the embedding) comes first and stays to the end, since the graph of its outputs needs it;
 * a block runs forward without a graph, and its inputs are stashed: on the GPU, or on the host (the variant of constant memory);
 * what lies behind the blocks (norm, head, loss) runs forward and backward for one micro batch after the other;
@@ -25,7 +26,7 @@ A stash on the host leaves 3 k A of k A (N + 1) in forward, and k A + A in backw
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -45,8 +46,9 @@ if TYPE_CHECKING:
     from ..request import Request
 
 STASHES = ("gpu", "host")
+_MASTER = "float32"
 _UPLOAD_STREAM, _OFFLOAD_STREAM = 1, 2
-_PRECISIONS = ("fp32", "bf16", "fp16", "bf16-autocast")
+_PRECISIONS = ("fp32", "bf16", "fp16", "bf16-autocast", "bf16-mixed")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,10 +70,11 @@ class L2l(Strategy):
 
     name = "l2l"
 
-    def __init__(self, segments: RelaySegments, settings: L2lSettings | None = None) -> None:
-        """`segments`: the trace that will be walked, cut by `cut_relay`."""
+    def __init__(self, segments: RelaySegments, settings: L2lSettings | None = None, *, has_masters: bool = False) -> None:
+        """`segments`: the trace that will be walked, cut by `cut_relay`.  `has_masters`: the optimizer steps fp32 copies."""
         self._segments = segments
         self._settings = settings or L2lSettings()
+        self._has_masters = has_masters
         blocks = segments.blocks
         self._order: list[Layer] = [segments.front, *blocks, segments.tail, *blocks[::-1], segments.front]
         self._on_gpu: dict[str, list[Block]] = {}  # by layer: its weights
@@ -102,6 +105,9 @@ class L2l(Strategy):
             sim.free(pageable)
         for slot in sim.trace.buffers:
             sim.place(Component.BUFFER, slot.fqn, slot.shape, slot.dtype)
+        if self._has_masters:
+            for slot in self._trainable(sim):
+                sim.place(Component.MASTER_WEIGHT, slot.fqn, slot.shape, _MASTER, Tier.HOST_PAGEABLE)
         play(sim, self._rule(sim).init, Tier.HOST_PAGEABLE, *self._names(sim))
 
     def schedule(self, trace: StepTrace, micro_batch: int) -> Iterator[Run]:
@@ -244,7 +250,14 @@ class L2l(Strategy):
         rule = self._rule(sim)
         elements = sum(p.numel for p in self._trainable(sim))
         sim.enqueue("host_step", elements * FP32)
+        widened = []
+        if self._has_masters:
+            for slot in self._trainable(sim):
+                widened.append(sim.place(Component.GRAD, slot.fqn, slot.shape, _MASTER, Tier.HOST_PAGEABLE))
+                sim.free(self._grads_at_home.pop(slot.fqn))
         play(sim, rule.later if self._steps else rule.first, Tier.HOST_PAGEABLE, *self._names(sim))
+        for block in widened:
+            sim.free(block)
         self._steps += 1
 
     def zero_grad(self, sim: Simulation, set_to_none: bool) -> None:
@@ -265,7 +278,10 @@ class L2l(Strategy):
         return [p.fqn for p in self._trainable(sim)]
 
     def _rule(self, sim: Simulation) -> StepEvents:
-        return sim.optimizer.step([OptimizerTensor.of(sim.trace, p) for p in self._trainable(sim)])
+        stepped = [OptimizerTensor.of(sim.trace, p) for p in self._trainable(sim)]
+        if self._has_masters:
+            stepped = [replace(tensor, dtype=_MASTER) for tensor in stepped]
+        return sim.optimizer.step(stepped)
 
 
 def _runs(layer: Layer, events: Range, lanes: Sequence[int]) -> Iterator[Run]:
@@ -343,7 +359,7 @@ def check(request: Request) -> None:
 
 def traced_as(request: Request) -> Request:
     """The question whose trace is walked: every block recomputed, with a graph of its own."""
-    return request.but(recompute="full", reentrant=True)
+    return request.but(recompute="full", reentrant=True, precision=request.precision.removesuffix("-mixed"))
 
 
 def prepared(trace: StepTrace) -> StepTrace:
@@ -352,7 +368,7 @@ def prepared(trace: StepTrace) -> StepTrace:
 
 
 def make(request: Request, trace: StepTrace) -> L2l:
-    return L2l(cut_relay(trace), request.l2l)
+    return L2l(cut_relay(trace), request.l2l, has_masters=request.precision.endswith("-mixed"))
 
 
 def said(request: Request) -> list[str]:
@@ -364,6 +380,8 @@ def said(request: Request) -> list[str]:
         f"the inputs of all blocks wait on the {'GPU' if settings.stash == 'gpu' else 'host'} for backward",
         "the optimizer steps on the host as fast as DeepSpeed's CPU Adam does; torch's own is slower",
     ]
+    if request.precision.endswith("-mixed"):
+        found.append("fp32 masters and fp32 copies of all gradients are on the host, beside the 16-bit weights")
     if settings.overlap:
         found.append("copies run beside compute from pinned memory, so two layers and their gradients are on the GPU")
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -77,6 +78,18 @@ def test_dropout_draws_the_same_numbers_in_both_runs_of_a_block():
     assert all(torch.equal(parameters[key], value) for key, value in found.parameters.items())
 
 
+def test_masters_are_what_is_stepped():
+    spec = find("llama").spec()
+    run = L2lRun(model=spec, precision="bf16-mixed", optimizer="sgd", seq_len=16, grad_accum_steps=2, steps=2)
+    narrow = run_l2l(replace(run, precision="bf16"))
+    found = run_l2l(run)
+    wide = run_l2l(replace(run, precision="fp32"))
+    assert found.losses[0] == narrow.losses[0]  # the first step computes with the same weights
+    far = {key: (narrow.parameters[key].float() - value).norm() for key, value in wide.parameters.items()}
+    near = {key: (found.parameters[key].float() - value).norm() for key, value in wide.parameters.items()}
+    assert sum(near.values()) < sum(far.values())
+
+
 CASES = {
     "llama": ("llama", {"grad_accum_steps": 2}, {}),
     "one micro batch": ("llama", {"grad_accum_steps": 1}, {}),
@@ -85,6 +98,8 @@ CASES = {
     "experts": ("mixtral", {"grad_accum_steps": 2}, {}),
     "images": ("vit", {"grad_accum_steps": 2}, {}),
     "bf16": ("qwen3", {"grad_accum_steps": 2, "precision": "bf16"}, {}),
+    "masters": ("qwen3", {"grad_accum_steps": 2, "precision": "bf16-mixed"}, {}),
+    "masters, no overlap": ("bert", {"grad_accum_steps": 2, "precision": "bf16-mixed"}, {"overlap": False}),
     "autocast": ("llama", {"grad_accum_steps": 2, "precision": "bf16-autocast"}, {}),
     "no overlap": ("gpt2", {"grad_accum_steps": 3}, {"overlap": False}),
     "stash on the host": ("gpt_neox", {"grad_accum_steps": 4}, {"stash": "host"}),

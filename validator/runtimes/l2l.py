@@ -118,9 +118,14 @@ def run_l2l(run: L2lRun, recorder: Recorder | None = None) -> L2lMeasurement:
 def _run(run: L2lRun, recorder: Recorder) -> L2lMeasurement:
     torch.manual_seed(run.seed)
     options = TraceOptions(
-        batch_size=run.micro_batch_size, seq_len=run.seq_len, precision=run.precision, attention=run.attention, loss=run.loss,
-        target="cpu", frozen=run.frozen,
-    )  # fmt: skip
+        batch_size=run.micro_batch_size,
+        seq_len=run.seq_len,
+        precision=run.precision.removesuffix("-mixed"),
+        attention=run.attention,
+        loss=run.loss,
+        target="cpu",
+        frozen=run.frozen,
+    )
     built = ready(run.model, options)
     module = built.module
     few = min(_PROBE_TOKENS, run.seq_len)
@@ -134,7 +139,11 @@ def _run(run: L2lRun, recorder: Recorder) -> L2lMeasurement:
         place = Place(torch.device(run.device), recorder, run.settings.overlap)
         relay = Relay(module, layers, place, run.settings, _context(run))
         trained = [p for p in module.parameters() if p.requires_grad]
-        optimizer = make_optimizer(run.optimizer, run.optimizer_impl, trained)
+        stepped = trained
+        if run.precision.endswith("-mixed"):
+            with recorder.tier(PAGEABLE):
+                stepped = [nn.Parameter(p.detach().float()) for p in trained]
+        optimizer = make_optimizer(run.optimizer, run.optimizer_impl, stepped)
         batches: list[dict[str, Any]] = []
         for number in range(run.steps):
             recorder.begin_step(number)
@@ -143,8 +152,12 @@ def _run(run: L2lRun, recorder: Recorder) -> L2lMeasurement:
             losses.append(relay.step([_loss_of(built.step, module, batch) for batch in batches]))
             recorder.mark("step")
             with recorder.tier(PAGEABLE):
+                if stepped is not trained:
+                    _widen_grads(trained, stepped)
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
+                if stepped is not trained:
+                    _narrow(stepped, trained)
             collect()
         recorder.begin_step(run.steps)
         relay.close()
@@ -154,6 +167,19 @@ def _run(run: L2lRun, recorder: Recorder) -> L2lMeasurement:
         losses=tuple(losses),
         parameters={name: p.detach().clone() for name, p in module.named_parameters()},
     )
+
+
+def _widen_grads(narrow: Sequence[nn.Parameter], masters: Sequence[nn.Parameter]) -> None:
+    for p, master in zip(narrow, masters, strict=True):
+        if p.grad is not None:
+            master.grad = p.grad.float()
+            p.grad = None
+
+
+@torch.no_grad()
+def _narrow(masters: Sequence[nn.Parameter], narrow: Sequence[nn.Parameter]) -> None:
+    for master, p in zip(masters, narrow, strict=True):
+        p.copy_(master)
 
 
 def _loss_of(step: Callable[..., Tensor], module: nn.Module, batch: Mapping[str, Any]) -> Callable[[], Tensor]:
