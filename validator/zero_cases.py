@@ -388,7 +388,7 @@ CASES: tuple[ZeroCase, ...] = (
           sub_group_size=1_000_000, grad_accum_steps=2, aio_intra_op_parallelism=2, **_TIGHT, **_TORCH_ADAM),
     _case(3, "llama-wide", 1_000_000, precision="fp32", own_adam=True, **_TIGHT, sub_group_size=1_000_000,
           offload_optimizer=OffloadOptimizer(device="nvme", pipeline_read=True, buffer_count=12, pipeline_write=True)),
-    _case(3, "llama-wide", 1_000_000, offload_param=OffloadParam(device="nvme", buffer_size=1_000_000), **_TIGHT),
+    _case(3, "llama-wide", 1_000_000, offload_param=OffloadParam(device="nvme", buffer_size=1_000_000), quick=True, **_TIGHT),
     _case(3, "llama-wide", 1_000_000, own_adam=True, **_TIGHT, sub_group_size=1_000_000,
           offload_optimizer=OffloadOptimizer(device="nvme"),
           offload_param=OffloadParam(device="nvme", buffer_size=1_000_000, buffer_count=12, max_in_cpu=2_000_000)),

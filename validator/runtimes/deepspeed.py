@@ -159,8 +159,11 @@ def run_here(case: EngineCase, *, meter: Meter | None = None) -> list[Mark]:
     registry = Registry()
     marks: list[Mark] = []
     with registry.watching():
-        init = deepspeed.zero.Init(config_dict_or_path=config, enabled=case.zero_init, dtype=_dtype(case.precision))
-        with init, standing_in():  # for GPTQ's layers, of which the engine sees the buffers only
+        # no name may hold the context, which has swap buffers of its own; GPTQ's layers have buffers only, which will do here
+        with (
+            deepspeed.zero.Init(config_dict_or_path=config, enabled=case.zero_init, dtype=_dtype(case.precision)),
+            standing_in(),
+        ):
             built = ready(spec, options)
         module = built.module
         if not case.zero_init:
