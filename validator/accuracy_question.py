@@ -137,10 +137,6 @@ def _refuse_what_is_not_modelled(row: Row) -> None:
         raise CannotTell(f"{strategy.precision.low_precision_linears} linears are not modelled")
     if strategy.optimizer.in_backward:
         raise CannotTell("an optimizer that steps inside backward is not modelled yet")
-    if row.measured.metric == "unspecified":
-        raise CannotTell("the source does not say which figure it measured")
-    if row.measured.metric == "reserved_minus_init":
-        raise CannotTell("reserved memory less what was reserved after loading is not predicted: loading is not modelled")
     if row.measured.scope != "per-gpu":
         raise CannotTell(f"the figure is {row.measured.scope.replace('-', ' ')}")
 

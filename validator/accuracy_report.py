@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from statistics import mean, median
 
 from ..units import GiB
-from .accuracy_score import Scored
+from .accuracy_score import READINGS, UNSPECIFIED, Scored
 from .accuracy_summary import ALL, Summary
 
 _METRIC_WORDS = {
@@ -15,7 +16,7 @@ _METRIC_WORDS = {
     "reserved_peak": "peak reserved (torch.cuda.max_memory_reserved)",
     "nvml_peak": "peak of the process (nvidia-smi: reserved and context)",
     "allocated_after": "allocated at one point of the run",
-    "reserved_minus_init": "reserved, less what was reserved after loading",
+    "reserved_minus_init": "peak reserved, less what was reserved before the model was made",
     "fits": "ran",
     "oom": "ran out of memory",
     "unspecified": "the source does not say which figure",
@@ -89,6 +90,7 @@ def as_page(scored: Sequence[Scored], summaries: Sequence[Summary], causes: Sequ
         "",
         *_page_table([s for s in summaries if s.source != ALL]),
         "",
+        *_page_readings(scored),
         "## Known causes of error, not modelled yet",
         "",
         *(f"- {rows}: {cause}" for rows, cause in causes),
@@ -101,7 +103,7 @@ def as_page(scored: Sequence[Scored], summaries: Sequence[Summary], causes: Sequ
         "",
         "## Row by row",
         "",
-        *_page_rows(expressed),
+        *_page_rows([s for s in scored if s.expressed or s.phases]),
     ]
     return "\n".join(lines) + "\n"
 
@@ -121,11 +123,37 @@ def _page_table(summaries: Sequence[Summary]) -> list[str]:
     return lines
 
 
-def _page_rows(expressed: Sequence[Scored]) -> list[str]:
+def _page_readings(scored: Sequence[Scored]) -> list[str]:
+    """The rows of which nobody says what was measured, beside each figure that it may have been."""
+    rows = [s for s in scored if s.metric == UNSPECIFIED and s.phases]
+    if not rows:
+        return []
+    lines = [
+        "## Rows whose source does not say which figure",
+        "",
+        "They are counted nowhere else.  Error of the prediction, should the figure be the one that the column names: median",
+        "and mean over the source's rows.",
+        "",
+        f"| source | rows | {' | '.join(READINGS)} |",
+        f"|---|---:|{'---:|' * len(READINGS)}",
+    ]
+    for source in dict.fromkeys(s.source for s in rows):
+        mine = [s for s in rows if s.source == source]
+        cells = []
+        for name in READINGS:
+            errors = [predicted / measured - 1 for predicted, measured in (s.phases[name] for s in mine)]
+            cells.append(f"{_share(median(abs(e) for e in errors))}, {_share(mean(errors), sign=True)}")
+        lines.append(f"| {source} | {len(mine)} | {' | '.join(cells)} |")
+    return [*lines, ""]
+
+
+def _page_rows(shown: Sequence[Scored]) -> list[str]:
     lines = ["| row | figure | predicted | measured | error |", "|---|---|---:|---:|---:|"]
-    for s in expressed:
+    for s in shown:
         if s.verdict is not None:
             lines.append(f"| {s.id} | {s.metric} | {_gib(s.predicted_bytes)} | | {_judged(s)} |")
+        elif not s.expressed:
+            lines.append(f"| {s.id} | {s.metric} | | | |")
         else:
             figures = f"{_gib(s.predicted_bytes)} | {_gib(s.measured_bytes)} | {_percent(s.ratio)}"
             lines.append(f"| {s.id} | {s.metric} | {figures} |")

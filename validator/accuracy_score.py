@@ -63,6 +63,9 @@ class Scored:
         }
 
 
+UNSPECIFIED = "unspecified"  # the metric of a figure of which its source says "GPU memory" and no more
+# What such a figure may be, in words for the page.
+READINGS = ("read as allocated", "read as reserved", "read as nvidia-smi")
 # The end of a step or of a run: (point of the row, loop that leaves the ledger there).
 _POINTS: dict[str, dict[str, Any]] = {
     "after_forward": {},
@@ -137,6 +140,11 @@ def _predicted(row: Row, question: Question, traces: TraceSource) -> dict[str, A
     prediction = predict(question.request, traces)
     if prediction.verdict is Verdict.UNKNOWN:
         raise CannotTell(prediction.reason)
+    if metric == UNSPECIFIED:
+        figures = [_figure(known, prediction, question, traces) for known in ("allocated_peak", "reserved_peak", "nvml_peak")]
+        measured = row.measured.bytes
+        read = {name: (predicted, measured) for name, predicted in zip(READINGS, figures, strict=True)} if measured else {}
+        return {"reason": "the source does not say which figure it measured", "phases": read}
     found: dict[str, Any] = {"predicted_bytes": _figure(metric, prediction, question, traces)}
     if metric in ("fits", "oom"):
         found |= {"verdict": prediction.verdict.value, "reason": prediction.reason}
@@ -155,7 +163,7 @@ def _figure(metric: str, prediction: Prediction, question: Question, traces: Tra
     if metric in ("allocated_peak", "active_peak"):  # they differ by blocks that other streams hold: one GPU has none
         return prediction.allocated_peak_bytes
     reserved = _reserved(prediction, question.request, traces)
-    if metric == "reserved_peak":
+    if metric in ("reserved_peak", "reserved_minus_init"):  # what a process holds before it has made anything is nothing
         return reserved
     return reserved + (prediction.context_bytes if question.context_bytes is None else question.context_bytes)
 

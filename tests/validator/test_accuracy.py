@@ -8,6 +8,7 @@ from memplan.planner.trace.source import TraceSource
 from memplan.planner.trace.steptrace import Phase
 from memplan.validator.accuracy_models import spec_of, version_of
 from memplan.validator.accuracy_question import question_of
+from memplan.validator.accuracy_report import as_page
 from memplan.validator.accuracy_rows import Row, read_rows
 from memplan.validator.accuracy_score import Scored, micro_step, score, score_row
 from memplan.validator.accuracy_summary import ALL, summarise
@@ -167,7 +168,6 @@ def test_what_a_row_says_is_what_is_asked():
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"measured__metric": "unspecified"}, "does not say which figure"),
         ({"strategy__precision__master_weights": "fp32"}, "master weights"),
         ({"strategy__optimizer__name": "no-such-optimizer"}, "optimizer no-such-optimizer"),
         ({"strategy__offload": {"param": "cpu"}}, "offload"),
@@ -392,7 +392,20 @@ def test_each_metric_meets_the_figure_that_means_the_same(traces):
     process = peak(traces, measured__metric="nvml_peak")
 
     assert allocated < reserved < process
+    assert peak(traces, measured__metric="reserved_minus_init") == reserved  # nothing is reserved before a model is made
     assert process - reserved == question_of(row()).request.device.context_bytes
+
+
+def test_a_figure_that_nobody_names_is_read_in_every_way_and_counted_in_none(traces):
+    scored = score_row(row(measured__metric="unspecified"), traces)
+
+    assert not scored.expressed
+    assert "does not say which figure" in scored.reason
+    known = [peak(traces, measured__metric=metric) for metric in ("allocated_peak", "reserved_peak", "nvml_peak")]
+    assert [predicted for predicted, _ in scored.phases.values()] == known
+    text = as_page([scored], [], [], "torch")
+    assert "| row | figure |" in text
+    assert "| somebody | 1 |" in text
 
 
 def test_a_context_that_the_source_measured_takes_the_place_of_the_catalogues(traces):
