@@ -45,7 +45,10 @@ _OF_LIBRARIES = {
     ("adamw8bit", "bnb"): "adamw-8bit",
     ("paged-adamw", "bnb"): "paged-adamw-32bit",
     ("lamb", "apex-fused"): "apex-lamb",
+    ("badam", "unknown"): "badam",
 }
+_BLOCKWISE = ("badam",)  # methods that an optimizer is
+_TRAINS_ITSELF = ("full", "none", *_BLOCKWISE)  # the model's own weights
 # Steps without a state or a temporary: what a loop without an optimizer costs.
 _NO_OPTIMIZER = ("sgd", "for-loop")
 
@@ -74,6 +77,7 @@ def question_of(row: Row) -> Question:
     gpus = row.hardware.num_gpus if _strategy(row) != SINGLE else 1
     device = with_nccl(_device(row), gpus, _strategy(row))
     zeroth_order = row.strategy.method in ZEROTH_ORDER
+    method = row.strategy.method if zeroth_order or row.strategy.method in _BLOCKWISE else "full"
     optimizer, impl = ("adamw", "default") if zeroth_order else _optimizer(row)
     adapter = _adapter(row)
     spec = spec_of(row)
@@ -91,7 +95,7 @@ def question_of(row: Row) -> Question:
         target_len=row.workload.target_len,
         image_size=row.workload.image_size,
         precision=_precision(row),
-        method=adapter.kind if adapter is not None else row.strategy.method if zeroth_order else "full",
+        method=adapter.kind if adapter is not None else method,
         loss="shifted" if zeroth_order else "model",  # of zo2 and MeZO, in the logits' own dtype
         adapter=adapter,
         strategy=_strategy(row),
@@ -125,7 +129,7 @@ def _refuse_what_is_not_modelled(row: Row) -> None:
 
     strategy = row.strategy
     zeroth_order = strategy.method in ZEROTH_ORDER
-    if strategy.method not in ("full", "none", *ADAPTER_METHODS, *ZEROTH_ORDER):
+    if strategy.method not in (*_TRAINS_ITSELF, *ADAPTER_METHODS, *ZEROTH_ORDER):
         raise CannotTell(f"method {strategy.method} is not modelled yet")
     if (
         strategy.offload.any
