@@ -12,6 +12,7 @@ from ..optimizers.rule import StepEvents
 from ..predict import predict_with_ledger
 from ..prediction import Prediction, Verdict
 from ..trace.source import TraceSource, trace_options
+from .at_once import at_once
 from .sizes import Kept, error_bytes, kept, model_bytes, saved_bytes, stepped, transients
 from .ways import NO_OPTIMIZER, Way, check
 
@@ -115,19 +116,29 @@ def compare(
 ) -> Comparison:
     """Answers each way, sorts by `SORTS[sort]`, and finds the largest micro batch of the first `top` rows (None: of all)."""
     traces = _Remembered(traces)
-    rows, refused = [], []
-    known: dict[Any, Row] = {}
+    refused, possible = [], []
     behaviours: dict[str, Any] = {}
+    first: dict[Any, Way] = {}  # by behaviour: adam and adamw, say, allocate the same bytes in the same order
     for way in asked:
         say(way.name)
         try:
             check(way)
             behaviours[way.name] = _behaviour(way, traces)
-            rows.append(_row(way, behaviours[way.name], traces, known))
+            first.setdefault(behaviours[way.name], way)
+            possible.append(way)
         except UserError as error:
             refused.append(Refusal(way, str(error), True))
         except CannotTell as error:
             refused.append(Refusal(way, str(error), False))
+    say(f"{len(first)} runs that differ")
+    known = dict(zip(first, at_once(_answered, [(way, traces) for way in first.values()]), strict=True))
+    rows = []
+    for way in possible:
+        found = known[behaviours[way.name]]
+        if isinstance(found, str):
+            refused.append(Refusal(way, found, False))
+        else:
+            rows.append(Row(way=way, **found))
     rows.sort(key=SORTS[sort])  # stable: equal ones stay in the catalogue's order
     batches: dict[Any, int | None] = {}
     per_sample = 0.0
@@ -172,14 +183,15 @@ class _Remembered(TraceSource):
         return self._steps[key]
 
 
-def _row(way: Way, behaviour: Any, traces: TraceSource, known: dict[Any, Row]) -> Row:
-    if behaviour in known:  # adam and adamw, say: the same bytes in the same order
-        return replace(known[behaviour], way=way)
-    row = known[behaviour] = _answered(way, traces)
-    return row
+def _answered(way: Way, traces: TraceSource) -> dict[str, Any] | str:
+    """The figures of a row, or why there are none."""
+    try:
+        return _figures(way, traces)
+    except CannotTell as error:
+        return str(error)
 
 
-def _answered(way: Way, traces: TraceSource) -> Row:
+def _figures(way: Way, traces: TraceSource) -> dict[str, Any]:
     trace = traces.step(way.request)
     prediction, ledger = predict_with_ledger(way.request, traces)
     if prediction.verdict is Verdict.UNKNOWN or ledger is None:
@@ -190,15 +202,14 @@ def _answered(way: Way, traces: TraceSource) -> Row:
         error = error_bytes(rule, tensors)
         saved = sum(saved_bytes(rule, events, group) for events, group in _steps(way, rule, tensors))
     first, later = transients(ledger, way.released)
-    return Row(
-        way=way,
-        prediction=prediction,
-        kept=kept(ledger, error),
-        first_step_bytes=first,
-        later_step_bytes=later,
-        model_saved_bytes=model_bytes(trace, way.base.adapter_settings is not None),
-        optimizer_saved_bytes=saved,
-    )
+    return {
+        "prediction": prediction,
+        "kept": kept(ledger, error),
+        "first_step_bytes": first,
+        "later_step_bytes": later,
+        "model_saved_bytes": model_bytes(trace, way.base.adapter_settings is not None),
+        "optimizer_saved_bytes": saved,
+    }
 
 
 def _steps(way: Way, rule: OptimizerRule, tensors: list[OptimizerTensor]) -> list[tuple[StepEvents, list[OptimizerTensor]]]:
