@@ -97,14 +97,14 @@ class L2l(Strategy):
         return frozenset(tied.total for tied in self._segments.tied if tied.total != tied.partial)
 
     def at_init(self, sim: Simulation) -> None:
-        """The model is made on the host and pinned there tensor by tensor; the optimizer's state comes with the first step."""
+        """The model is made on the host and pinned there tensor by tensor; its buffers go to the GPU."""
         self._sim = sim
-        made = [sim.place(Component.PARAM, s.fqn, s.shape, s.dtype, Tier.HOST_PAGEABLE) for s in sim.trace.params]
-        for slot, pageable in zip(sim.trace.params, made, strict=True):
-            sim.place(Component.PARAM, slot.fqn, slot.shape, slot.dtype, self._host)
+        tensors = [(slot, Component.PARAM, self._host) for slot in sim.trace.params]
+        tensors += [(slot, Component.BUFFER, Tier.GPU) for slot in sim.trace.buffers]
+        made = [sim.place(kind, slot.fqn, slot.shape, slot.dtype, Tier.HOST_PAGEABLE) for slot, kind, _ in tensors]
+        for (slot, kind, tier), pageable in zip(tensors, made, strict=True):
+            sim.place(kind, slot.fqn, slot.shape, slot.dtype, tier)
             sim.free(pageable)
-        for slot in sim.trace.buffers:
-            sim.place(Component.BUFFER, slot.fqn, slot.shape, slot.dtype)
         if self._has_masters:
             for slot in self._trainable(sim):
                 sim.place(Component.MASTER_WEIGHT, slot.fqn, slot.shape, _MASTER, Tier.HOST_PAGEABLE)
@@ -114,12 +114,12 @@ class L2l(Strategy):
         assert self._sim is not None
         sim, lanes = self._sim, range(self._sim.loop.grad_accum_steps)
         front, blocks, tail = self._segments.front, self._segments.blocks, self._segments.tail
-        inputs = _inputs(trace, blocks)
+        inputs = _inputs(trace, blocks) if self._settings.stash == "host" else {}
         self._arrive(sim, 0)
         yield from _runs(front, front.forward, lanes)
         for place, block in enumerate(blocks, 1):
             self._arrive(sim, place)
-            yield from self._forward(sim, block, inputs[block.name], lanes)
+            yield from self._forward(sim, block, inputs.get(block.name), lanes)
         self._arrive(sim, len(blocks) + 1)
         for lane in lanes:
             sim.begin(Phase.FORWARD)
@@ -135,7 +135,8 @@ class L2l(Strategy):
         for place, block in enumerate(blocks[::-1], len(blocks) + 2):
             self._arrive(sim, place)
             for lane in lanes:
-                self._fetch_stash(sim, block, inputs[block.name], lane)
+                if block.name in inputs:
+                    self._fetch_stash(sim, block, inputs[block.name], lane)
                 yield from _runs(block, block.backward, (lane,))
             self._send_grads(sim, block)
         self._arrive(sim, len(self._order) - 1)
@@ -150,11 +151,12 @@ class L2l(Strategy):
         self._let_go(sim)
         sim.drop_graphs()
 
-    def _forward(self, sim: Simulation, block: Layer, stashed: int, lanes: Sequence[int]) -> Iterator[Run]:
+    def _forward(self, sim: Simulation, block: Layer, stashed: int | None, lanes: Sequence[int]) -> Iterator[Run]:
+        """`stashed`: the storage that goes to the host; None: the stash is on the GPU."""
         kept = []
         for lane in lanes:
             yield from _runs(block, block.forward, (lane,))
-            if self._settings.stash == "host" and (hidden := sim.take(lane, stashed)) is not None:
+            if stashed is not None and (hidden := sim.take(lane, stashed)) is not None:
                 home = sim.alloc(Component.ACTIVATION, hidden.nbytes, block.name, "stashed input", self._host)
                 sent = sim.enqueue("d2h", hidden.nbytes, DEFAULT_STREAM, (sim.enqueue(ARITHMETIC, 0),))
                 sim.wait(sent)  # on the stream of compute, whose memory it reads

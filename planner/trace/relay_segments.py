@@ -12,9 +12,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
+import numpy as np
+
 from ...errors import CannotTell
 from .block_segments import Range, block_path, params_read
 from .steptrace import EventKind, Pass, Phase, Role, StepTrace
+
+_SEED_BYTES = 8  # the gradient of the loss, with which backward begins, is held to its end
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +57,9 @@ class RelaySegments:
 def cut_relay(trace: StepTrace) -> RelaySegments:
     """The segments of a training trace whose blocks are recomputed.
 
-    **Raises** CannotTell where there is no single list of blocks that are called once each and one after the other, or where a
-    block shares a parameter with anything else.
+    **Raises** CannotTell where there is no single list of blocks that are called once each and one after the other, where a
+    block shares a parameter with anything else, where more than its input carries a gradient out of it, or where blocks are of
+    different shapes.
     """
     path = block_path(trace, "--method full")
     forward, backward = (_calls(trace, path, kind) for kind in (Pass.FORWARD, Pass.BACKWARD))
@@ -76,11 +81,13 @@ def cut_relay(trace: StepTrace) -> RelaySegments:
             lost = trace.params[min(both)].fqn
             raise CannotTell(f"{trace.name}: {names[number + 1]} shares {lost} with another layer, which a relay cannot do")
     used[-1] -= shared
+    tied = _tied(trace, shared, backwards[-1])
+    _check_boundaries(trace, forwards, backwards, {one.partial for one in tied})
     layers = [
         Layer(name, tuple(sorted(mine)), before, after)
         for name, mine, before, after in zip(names, used, forwards, backwards, strict=True)
     ]
-    return RelaySegments(layers[0], tuple(layers[1:-1]), layers[-1], _tied(trace, shared, layers[-1].backward))
+    return RelaySegments(layers[0], tuple(layers[1:-1]), layers[-1], tied)
 
 
 def _calls(trace: StepTrace, path: str, kind: Pass) -> list[tuple[int, int, int]]:
@@ -99,6 +106,39 @@ def _calls(trace: StepTrace, path: str, kind: Pass) -> list[tuple[int, int, int]
         else:
             found.append((int(number), entered[arg], index))
     return found
+
+
+def _check_boundaries(trace: StepTrace, forwards: list[Range], backwards: list[Range], waiting: set[int]) -> None:
+    """Gradients go from a block to the one before it and no further, and nothing else is recomputed.
+
+    `waiting`: gradients that may wait longer.  `forwards`, `backwards`: of front, blocks and tail.
+    """
+    kinds, args, auxs = trace.event_kind, trace.event_arg, trace.event_aux
+    is_born, is_freed = kinds == EventKind.ALLOC, kinds == EventKind.FREE
+    large = trace.storage_bytes > _SEED_BYTES
+    for number in range(len(backwards) - 1, 0, -1):
+        here, before = slice(*backwards[number]), slice(*backwards[number - 1])
+        later = slice(before.stop, len(kinds))
+        far = np.intersect1d(args[here][is_born[here]], args[later][is_freed[later]])
+        if any(large[s] for s in far.tolist() if s not in waiting):
+            raise CannotTell(
+                f"{trace.name}: more than the input of a block carries a gradient (a bias that all blocks share, say), which a "
+                "relay cannot stop between layers. Use --method full"
+            )
+    passed = {_largest(trace, forwards[i], backwards[i + 1]) for i in range(1, len(forwards) - 2)} - {0}
+    if len(passed) > 1:
+        raise CannotTell(f"{trace.name}: its blocks are stages of different shapes, which a relay is not modelled for")
+    outside = (slice(*forwards[0]), slice(*forwards[-1]), slice(*backwards[-1]), slice(*backwards[0]))
+    if any(((kinds[part] == EventKind.ENTER) & (auxs[part] == Pass.RECOMPUTE)).any() for part in outside):
+        raise CannotTell(f"{trace.name} recomputes other modules than its blocks, which a relay does not. Use --method full")
+
+
+def _largest(trace: StepTrace, made: Range, freed: Range) -> int:
+    """Bytes of the largest storage that one range makes and another one frees; 0 for none."""
+    kinds, args = trace.event_kind, trace.event_arg
+    born = args[slice(*made)][kinds[slice(*made)] == EventKind.ALLOC]
+    gone = args[slice(*freed)][kinds[slice(*freed)] == EventKind.FREE]
+    return max((int(trace.storage_bytes[s]) for s in np.intersect1d(born, gone)), default=0)
 
 
 def _tied(trace: StepTrace, shared: set[int], tail: Range) -> tuple[Tied, ...]:

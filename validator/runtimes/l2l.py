@@ -7,7 +7,8 @@ with a graph of its own.
 
 What a layer needs is uploaded before its turn and dropped after it; weights, gradients and optimizer are on the host.  Dropout
 draws the same numbers in both runs of a block.  Trains on a GPU as well; on the CPU every storage carries the tier that it
-stands for.
+stands for.  Storages are followed by a dispatch mode there, under which autograd adds two gradients out of place where it would
+add in place: a parameter that one layer uses twice (LayoutLM's tables of positions) is measured once too large.
 """
 
 from __future__ import annotations
@@ -384,6 +385,8 @@ class Relay:
         outputs, stashed = [], []
         while inputs:
             args, kwargs = inputs.pop(0)
+            if any(isinstance(v, Tensor) and v.requires_grad for v in (*args[1:], *kwargs.values())):
+                raise CannotTell(f"{unit.name} is given more than hidden states that carry a gradient")
             if not self._stash:
                 self._fronts.append(get_gradient_edge(args[0]) if args[0].requires_grad else None)
             stashed.append(_Stash((args[0].detach(), *args[1:]), kwargs, self._random_state()))
