@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import CannotTell, UserError
-from ..planner.strategies import ZEROTH_ORDER
 from .api import resolve_device
 from .compare import TOLERANCE, Comparison
+from .engines import OWN_LOOP, run_engine
 from .job import Outcome, read_json
 from .launch import Ended, run_together
 from .plan_worker import ANSWER, ANSWERS
@@ -59,9 +59,7 @@ def run_plan(
     from ..planner.trace.source import TraceSource
 
     written = read_written(path)
-    if written.request.method in ZEROTH_ORDER:  # the methods' own programs are not installed: our runtime runs the question
-        from .engines import run_engine
-
+    if written.request.method in OWN_LOOP:  # the methods' own programs are not installed: our runtime runs the question
         _check_files(written)
         return run_engine(written.request.but(iterations=steps), traces or TraceSource(), tolerance=tolerance)
     check(written)

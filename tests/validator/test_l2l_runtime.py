@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import json
 from dataclasses import replace
 
 import pytest
 import torch
+from memplan.__main__ import main
 from memplan.errors import UserError
 from memplan.planner.api import make_request
 from memplan.planner.optimizers.traced import make_optimizer
@@ -140,3 +142,13 @@ def test_the_layers_are_found_in_calling_order_and_share_nothing():
     assert len([p for layer in layers for p in layer.params]) == len(list(built.module.parameters()))
     with pytest.raises(UserError, match="list of equal blocks"):
         find_layers(copy.deepcopy(torch.nn.Linear(2, 2)), lambda: None)
+
+
+def test_a_written_relay_is_validated_by_this_runtime(tmp_path, capsys):
+    """No library runs a relay, so that there is no train.py."""
+    (tmp_path / "config.json").write_text(json.dumps(find("llama").spec().config))
+    asked = [str(tmp_path), "--gpu", "rtx-4090", "--method", "l2l", "--seq", "16", "--global-batch", "4", "--precision", "fp32"]
+    assert main(["plan", *asked, "--write", str(tmp_path / "out")]) == 0
+    capsys.readouterr()
+    assert main(["validate", "--plan", str(tmp_path / "out" / "plan.json")]) == 0
+    assert capsys.readouterr().out.startswith("AGREES")
